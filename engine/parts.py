@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from tieredkv.cache.catalog import Catalog
+from tieredkv.cache.compute_rate import ComputeRate
 from tieredkv.cache.device_link import DeviceLink, time_link
 from tieredkv.cache.operations import Operations
 from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.rate_file import Machine, RateFile, disk_name
-from tieredkv.cache.rates import ComputeRate
 from tieredkv.cache.requests import TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock

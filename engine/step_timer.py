@@ -39,7 +39,7 @@ class Work(NamedTuple):
 
 
 class StepRate(Protocol):
-    """Learns how long the device takes for steps, and predicts it; see `cache.rates`."""
+    """Learns how long the device takes for steps, and predicts it; see `cache.compute_rate`."""
 
     def learn(self, num_tokens: int, num_pairs: float, seconds: float, *, num_read: float) -> None:
         """Take in a measured step."""

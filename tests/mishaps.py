@@ -24,8 +24,8 @@ from tests.waiting import HANG_S, wait_until
 from tieredkv import LLM, SamplingParams
 from tieredkv.cache import lookups, promotion, rates, room
 from tieredkv.cache.block import Block
+from tieredkv.cache.link_rate import LinkRate
 from tieredkv.cache.pool import BlockPool
-from tieredkv.cache.rates import LinkRate
 from tieredkv.engine import parts
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import TokenOutput

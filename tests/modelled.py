@@ -24,9 +24,9 @@ from unittest import mock
 import torch
 
 from tests.fake_tier import FakeTier
+from tieredkv.cache.compute_rate import ComputeRate
 from tieredkv.cache.device_link import MIN_SPLIT_BYTES, DeviceLink, _Pending, time_link
 from tieredkv.cache.prefix import Prefix
-from tieredkv.cache.rates import ComputeRate
 from tieredkv.cache.requests import Admission, TieredCache
 from tieredkv.config import Settings
 from tieredkv.engine import core

@@ -15,8 +15,8 @@ from tests.prompts import prompt
 from tests.splits import choose_any_splits
 from tests.waiting import HANG_S, wait_until
 from tieredkv import LLM, SamplingParams
-from tieredkv.cache import rates
-from tieredkv.cache.rates import LinkRate
+from tieredkv.cache import link_rate
+from tieredkv.cache.link_rate import LinkRate
 from tieredkv.cache.requests import TieredCache
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.step_buffers import BatchRow
@@ -274,7 +274,7 @@ def test_a_disk_that_becomes_tenfold_slower_in_the_middle_is_believed(
 def test_reads_that_a_stopped_worker_holds_are_computed_long_before_their_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ) -> None:
-    monkeypatch.setattr(rates, "PROBE_S", 0.3)
+    monkeypatch.setattr(link_rate, "PROBE_S", 0.3)
     with LLM("tiny-random", disk_dir=str(tmp_path / "store"), **SIZES) as llm:
         tokens, store, tiers = prompt(1, 3000), llm.core.parts.tiers.store, llm.core.parts.tiers
         assert store is not None
@@ -317,7 +317,7 @@ def test_reads_that_a_stopped_worker_holds_are_computed_long_before_their_timeou
 def test_a_rate_learnt_wrong_is_corrected_by_traffic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rates, "PROBE_S", 0.3)
+    monkeypatch.setattr(link_rate, "PROBE_S", 0.3)
     with LLM("tiny-random", disk_dir=str(tmp_path / "store"), **SIZES) as llm:
         tokens, tiers = prompt(1, 3000), llm.core.parts.tiers
         [cold] = serve(llm, [tokens])

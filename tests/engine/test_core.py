@@ -13,7 +13,7 @@ from tests.prompts import prompt
 from tests.waiting import HANG_S
 from tieredkv import LLM, SamplingParams
 from tieredkv.cache import lookups
-from tieredkv.cache.rates import LinkRate
+from tieredkv.cache.link_rate import LinkRate
 from tieredkv.engine import core, scheduler
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import TokenOutput

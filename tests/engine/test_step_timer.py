@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tieredkv.cache.rates import ComputeRate
+from tieredkv.cache.compute_rate import ComputeRate
 from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.engine.step_timer import StepTimer
 from tieredkv.steps import pairs

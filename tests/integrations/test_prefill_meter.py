@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.fakes import FakeClock
-from tieredkv.cache.rates import ComputeRate, PromptTimes
+from tieredkv.cache.compute_rate import ComputeRate
+from tieredkv.cache.step_times import PromptTimes
 from tieredkv.integrations.prefill_meter import LEAST_MEASURED, PrefillMeter
 from tieredkv.integrations.restore_choice import ANY_LENGTH
 from tieredkv.steps import pairs

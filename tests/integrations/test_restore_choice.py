@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tieredkv.cache.plan import MIN_GAIN
-from tieredkv.cache.rates import PromptTimes, StepTimes
+from tieredkv.cache.step_times import PromptTimes, StepTimes
 from tieredkv.integrations.restore_choice import Choice, Facts, LoggedChoice, choose, replay
 from tieredkv.steps import pairs
 

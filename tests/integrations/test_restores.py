@@ -8,7 +8,9 @@ import pytest
 
 from tests.fakes import FakeClock
 from tests.golden import refused
-from tieredkv.cache.rates import ComputeRate, LinkRate, PromptTimes, Step
+from tieredkv.cache.compute_rate import ComputeRate
+from tieredkv.cache.link_rate import LinkRate
+from tieredkv.cache.step_times import PromptTimes, Step
 from tieredkv.errors import ConfigError
 from tieredkv.integrations import restores
 from tieredkv.integrations.prefill_meter import PrefillMeter

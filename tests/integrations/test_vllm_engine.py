@@ -19,7 +19,7 @@ import pytest
 
 from tests.integrations.engines import HAS_VLLM, flip_a_bit
 from tests.waiting import wait_until
-from tieredkv.cache.rates import PromptTimes
+from tieredkv.cache.step_times import PromptTimes
 from tieredkv.errors import ConfigError, StorageError
 from tieredkv.integrations import identity
 from tieredkv.integrations.restore_choice import ANY_LENGTH

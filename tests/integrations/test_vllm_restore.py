@@ -18,7 +18,7 @@ from tests.golden import refused
 from tests.integrations.conftest import Setup
 from tests.integrations.engines import NUM_ROWS, Engine, bytes_of
 from tests.waiting import wait_until
-from tieredkv.cache.rates import LinkRate
+from tieredkv.cache.link_rate import LinkRate
 from tieredkv.errors import ConfigError
 from tieredkv.integrations.row_store import RowStore
 from tieredkv.tier import Loaded, Stored

@@ -10,10 +10,10 @@ import pytest
 
 from tests.golden import refused, told
 from tests.sizing.traces import line, write
+from tieredkv.cache.compute_rate import ComputeRate
 from tieredkv.cache.disk_link import READ_LATENCY_S
 from tieredkv.cache.plan import LinkState, Planner, outlook
 from tieredkv.cache.rate_file import SavedRates, parse_rates
-from tieredkv.cache.rates import ComputeRate
 from tieredkv.cli.main import main
 from tieredkv.errors import ConfigError
 from tieredkv.sizing.estimate import CHUNK_TOKENS, Estimate

@@ -18,7 +18,7 @@ import click
 
 from tieredkv.bench import raw
 from tieredkv.cache.plan import Demand, LinkLoad, LinkState, Planner
-from tieredkv.cache.rates import PromptTimes, StepTimes
+from tieredkv.cache.step_times import PromptTimes, StepTimes
 from tieredkv.cache.stretches import stretches
 
 BLOCK_SIZE, BLOCK_BYTES = 16, 2 << 20

@@ -28,7 +28,7 @@ import torch
 from tieredkv.bench import raw
 from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.ttft import demote_all, look_up, make_prompt, serve_once, tier_sizes
-from tieredkv.cache.rates import LinkRate
+from tieredkv.cache.link_rate import LinkRate
 from tieredkv.config import Restore
 from tieredkv.engine.llm import LLM
 from tieredkv.garbage import look_seldom

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tieredkv.cache.compute_rate import ComputeRate
 from tieredkv.cache.gaps import Gaps
-from tieredkv.cache.rates import ComputeRate, PromptTimes, StepTimes
+from tieredkv.cache.step_times import PromptTimes, StepTimes
 from tieredkv.cache.stretches import stretches
 from tieredkv.steps import pairs
 

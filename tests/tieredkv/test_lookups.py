@@ -9,9 +9,9 @@ import pytest
 
 from tests.fake_store import Rig
 from tieredkv.cache import promotion
+from tieredkv.cache.link_rate import LinkRate
 from tieredkv.cache.lookups import ANSWER_S
 from tieredkv.cache.prefix import Prefix
-from tieredkv.cache.rates import LinkRate
 from tieredkv.config import Restore
 from tieredkv.types import Tier
 

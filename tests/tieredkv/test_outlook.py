@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from tieredkv.cache.rates import ComputeRate
+from tieredkv.cache.compute_rate import ComputeRate
 from tieredkv.cli import outlook
 from tieredkv.cli.outlook import Rates, plans
 from tieredkv.config import load_settings

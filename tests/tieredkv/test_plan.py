@@ -17,7 +17,7 @@ from tieredkv.cache.plan import (
     Split,
     outlook,
 )
-from tieredkv.cache.rates import PromptTimes, StepTimes
+from tieredkv.cache.step_times import PromptTimes, StepTimes
 from tieredkv.cache.stretches import NO_STRETCHES, Stretches, joined, stretches
 
 SIZE = 16

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from tieredkv.cache.plan import MIN_GAIN, SHORT_GAIN, Demand, LinkLoad, LinkState, Planner
-from tieredkv.cache.rates import PromptTimes, StepTimes
+from tieredkv.cache.step_times import PromptTimes, StepTimes
 from tieredkv.cache.stretches import stretches
 
 BLOCK_BYTES = 1000

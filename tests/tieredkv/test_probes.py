@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.fake_store import Rig
-from tieredkv.cache import promotion, rates
+from tieredkv.cache import link_rate, promotion
+from tieredkv.cache.link_rate import PROBE_S, LinkRate
 from tieredkv.cache.prefix import Prefix
-from tieredkv.cache.rates import PROBE_S, LinkRate
 from tieredkv.types import BlockId, PageId, Tier
 
 
@@ -65,7 +65,7 @@ def test_a_disk_that_was_slow_once_is_read_while_all_is_computed() -> None:
 
 
 def test_a_probe_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "MIN_WINDOW_S", 1e9)  # it teaches nothing
+    monkeypatch.setattr(link_rate, "MIN_WINDOW_S", 1e9)  # it teaches nothing
     rig = rig_with_a_slow_disk(is_stale=True, num_pages=64)
     rig.tiers.payload_bytes = promotion.PROBE_BYTES // 3
     admitted(rig, "a", 50)

@@ -6,8 +6,8 @@ import pytest
 from tests.fake_store import BLOCK_BYTES, DAY_S, Rig, chain_of
 from tests.waiting import deadline
 from tieredkv.cache.disk_link import MAX_READ_S
+from tieredkv.cache.link_rate import LinkRate
 from tieredkv.cache.prefix import Prefix
-from tieredkv.cache.rates import LinkRate
 from tieredkv.types import Tier
 
 pytestmark = pytest.mark.usefixtures("each_tier")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from tieredkv.cache.plan import LinkState, Planner, outlook
 from tieredkv.cache.prompt_report import PromptReport, Source, report
-from tieredkv.cache.rates import PromptTimes, StepTimes
+from tieredkv.cache.step_times import PromptTimes, StepTimes
 from tieredkv.pieces import Pieces, whole
 from tieredkv.types import Tier
 

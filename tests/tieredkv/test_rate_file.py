@@ -13,8 +13,9 @@ import pytest
 
 from tests.golden import told
 from tieredkv.cache import rate_file
+from tieredkv.cache.compute_rate import ComputeRate
+from tieredkv.cache.link_rate import LinkRate
 from tieredkv.cache.rate_file import NAME, Machine, RateFile, read_rates
-from tieredkv.cache.rates import ComputeRate, LinkRate
 
 MARKER = "format.json"
 HERE = Machine(device="gpu", disk="8:1", model="m", fingerprint="ab", block_bytes=2 << 20)

@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.fake_store import BLOCK_BYTES, Rig
 from tieredkv.cache import room
+from tieredkv.cache.compute_rate import ComputeRate
 from tieredkv.cache.disk_link import Read
 from tieredkv.cache.prefix import Prefix
-from tieredkv.cache.rates import ComputeRate
 from tieredkv.config import Restore
 
 CHAINS = st.tuples(st.sampled_from("abc"), st.integers(1, 5))

@@ -28,7 +28,7 @@ from tieredkv.bench.processes import in_new_process
 from tieredkv.bench.sources import WorkerReads
 from tieredkv.bench.temporary_keys import temporary_folder, temporary_keys
 from tieredkv.bench.ttft import look_up
-from tieredkv.cache.rates import LinkRate
+from tieredkv.cache.link_rate import LinkRate
 from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.llm import LLM

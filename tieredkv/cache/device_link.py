@@ -15,8 +15,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from tieredkv.cache.link_rate import LinkRate
 from tieredkv.cache.plan import LinkState
-from tieredkv.cache.rates import LinkRate
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.types import BlockId, PageId
 

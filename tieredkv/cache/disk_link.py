@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from tieredkv.cache.block import Block
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.counters import CacheCounters
+from tieredkv.cache.link_rate import LinkRate
 from tieredkv.cache.plan import LinkState
-from tieredkv.cache.rates import LinkRate
 from tieredkv.errors import IntegrityError
 from tieredkv.tier import (
     BackingTier,

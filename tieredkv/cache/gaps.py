@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from tieredkv.cache.rates import PromptTimes
+from tieredkv.cache.step_times import PromptTimes
 from tieredkv.cache.stretches import Stretch, Stretches, joined, loose
 
 

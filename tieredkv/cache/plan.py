@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tieredkv.cache.gaps import Gaps
-from tieredkv.cache.rates import PromptTimes
+from tieredkv.cache.step_times import PromptTimes
 from tieredkv.cache.stretches import Stretch
 
 MIN_GAIN = 0.08

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tieredkv.cache.compute_rate import ComputeRate
 from tieredkv.cache.plan import Demand, LinkState, Planner, Split
-from tieredkv.cache.rates import ComputeRate, PromptTimes, StepTimes
+from tieredkv.cache.step_times import PromptTimes, StepTimes
 
 
 class LoggedPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,9 +26,9 @@ from tieredkv.cache.block import Block, Content
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.device_link import MIN_MEASURED_BYTES
 from tieredkv.cache.disk_link import Read
+from tieredkv.cache.link_rate import Probes
 from tieredkv.cache.plan import Demand, LinkLoad, Planner, Split
 from tieredkv.cache.prefix import Prefix
-from tieredkv.cache.rates import Probes
 from tieredkv.cache.restores import DISK, HOST, RequestProgress, Restore, Restores
 from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers, count_failure

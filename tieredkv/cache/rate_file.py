@@ -14,7 +14,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from tieredkv.cache.rates import ComputeRate, LinkRate, Step
+from tieredkv.cache.compute_rate import ComputeRate
+from tieredkv.cache.link_rate import LinkRate
+from tieredkv.cache.step_times import Step
 from tieredkv.own_files import read_own, replace_own
 
 logger = logging.getLogger(__name__)

@@ -10,12 +10,12 @@ from typing import Any
 
 from tieredkv.cache.block import Block, Content
 from tieredkv.cache.catalog import Catalog, Entry
+from tieredkv.cache.compute_rate import ComputeRate
 from tieredkv.cache.counters import CacheCounters
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.disk_link import DiskLink
 from tieredkv.cache.events import BlockEvents
 from tieredkv.cache.pool import BlockPool
-from tieredkv.cache.rates import ComputeRate
 from tieredkv.clock import Clock
 from tieredkv.config import Restore
 from tieredkv.tier import BackingTier

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tieredkv.bench import raw
+from tieredkv.cache.compute_rate import ComputeRate
 from tieredkv.cache.disk_link import READ_LATENCY_S
 from tieredkv.cache.plan import LinkState, Planner, outlook
 from tieredkv.cache.rate_file import SavedRates, disk_name, read_rates
-from tieredkv.cache.rates import ComputeRate
 from tieredkv.cli.probing import folder_to_try
 from tieredkv.config import Settings
 from tieredkv.engine.core import EngineCore

@@ -30,7 +30,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from tieredkv.cache.rates import FEW_TOKENS, ComputeRate, Step, StepTimes
+from tieredkv.cache.compute_rate import ComputeRate
+from tieredkv.cache.step_times import FEW_TOKENS, Step, StepTimes
 from tieredkv.integrations.restore_choice import ANY_LENGTH
 from tieredkv.steps import pairs
 

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from tieredkv.cache.plan import Demand, LinkLoad, LinkState, Planner, outlook
-from tieredkv.cache.rates import PromptTimes, StepTimes
+from tieredkv.cache.step_times import PromptTimes, StepTimes
 from tieredkv.config import Restore
 
 Reason = Literal["setting", "faster", "slower", "unknown_prefill", "unknown_disk"]

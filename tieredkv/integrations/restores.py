@@ -14,8 +14,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from tieredkv.cache.compute_rate import ComputeRate
+from tieredkv.cache.link_rate import LinkRate, Probes
 from tieredkv.cache.rate_file import Machine, RateFile, disk_name
-from tieredkv.cache.rates import ComputeRate, LinkRate, Probes, Step, StepTimes
+from tieredkv.cache.step_times import Step, StepTimes
 from tieredkv.config import Restore
 from tieredkv.errors import ConfigError
 from tieredkv.integrations.prefill_meter import PrefillMeter, fitted

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from tieredkv.cache.rates import LinkRate
+from tieredkv.cache.link_rate import LinkRate
 from tieredkv.operate.calls import EvictFilter, decoded
 from tieredkv.retention import RetentionPolicies
 from tieredkv.tier import (

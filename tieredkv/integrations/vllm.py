@@ -55,7 +55,7 @@ try:
 except (ImportError, AttributeError):  # figures are logged instead
     _Stats = None
 
-from tieredkv.cache.rates import ComputeRate
+from tieredkv.cache.compute_rate import ComputeRate
 from tieredkv.clock import Clock
 from tieredkv.engine.store_options import store_options
 from tieredkv.errors import ConfigError, RequestError

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from tieredkv.cache.rates import PromptTimes
+from tieredkv.cache.step_times import PromptTimes
 from tieredkv.integrations.restore_choice import ANY_LENGTH
 from tieredkv.integrations.restores import Restores
 from tieredkv.integrations.row_store import RowStore

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from tieredkv.cache.compute_rate import ComputeRate
 from tieredkv.cache.disk_link import READ_LATENCY_S
 from tieredkv.cache.plan import Demand, LinkLoad, LinkState, Planner
 from tieredkv.cache.rate_file import SavedRates
-from tieredkv.cache.rates import ComputeRate
 from tieredkv.cache.stretches import stretches
 from tieredkv.errors import ConfigError
 from tieredkv.sizing.tiers import Source
