@@ -22,7 +22,7 @@ from tests.prompts import prompt
 from tests.splits import choose_any_splits
 from tests.waiting import HANG_S, wait_until
 from tieredkv import LLM, SamplingParams
-from tieredkv.cache import lookups, promotion, rates, room
+from tieredkv.cache import link_rate, lookups, promotion, room
 from tieredkv.cache.block import Block
 from tieredkv.cache.link_rate import LinkRate
 from tieredkv.cache.pool import BlockPool
@@ -189,7 +189,7 @@ class UnluckyEngine:
         self._offset_file.write_text("0")
         patch.setenv("TIEREDKV_TEST_CLOCK_OFFSET_FILE", str(self._offset_file))
         patch.setattr(supervisor, "_HEALTHY_S", 0.0)  # a killed worker is started again at once
-        patch.setattr(rates, "PROBE_S", 0.1)  # a disk that was away is soon tried again
+        patch.setattr(link_rate, "PROBE_S", 0.1)  # a disk that was away is soon tried again
         patch.setattr(promotion, "MIN_MEASURED_BYTES", 0)  # so that copies of few blocks are probes
         patch.setattr(promotion, "PROBE_COPY_BYTES", 128 << 10)
         self._poison_allocations()

@@ -3,7 +3,7 @@
 The engine uses only `requests.TieredCache`, and for operators `operations.Operations`. The former
 admits requests, each with its `prefix` and a `row` of what is true of its blocks, which `hits`
 fills from what the tiers have. It takes in moves that have ended and starts the next ones:
-`promotion` copies blocks to faster tiers, `demotion` copies them to slower tiers. `restores` records
+`promotion` copies blocks to faster tiers, `demotion` copies them to slower ones. `restores` records
 what requests want from slower tiers, and `plan` decides which part of it is computed instead, by
 the measured `link_rate` and `compute_rate`. `tiers` has the pools and decides which may be evicted.
 `catalog` records the identity and the deadline of each block, and why blocks have left. No module
