@@ -17,7 +17,7 @@ from tests.engine.conftest import write_checkpoint
 from tests.prompts import prompt
 from tests.waiting import wait_until
 from tieredkv import LLM, SamplingParams
-from tieredkv.cache import link_rate, lookups, room
+from tieredkv.cache import compute_rate, lookups, room
 from tieredkv.cache.rate_file import read_rates
 from tieredkv.engine.answer import Answer
 from tieredkv.operate.ask import StoreControl
@@ -409,7 +409,7 @@ def test_a_read_limit_below_a_block_a_second_holds_up_no_request(
 def test_rates_are_learnt_once_and_known_after_a_restart(
     disk_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_rate, "_FAR", math.inf)  # the speed of a busy machine varies
+    monkeypatch.setattr(compute_rate, "_FAR", math.inf)  # the speed of a busy machine varies
     settings: dict[str, Any] = {"retention": "24h", "disk_dir": disk_dir, **SIZES}
     with LLM("tiny-random", **settings) as llm:
         read_rate = llm.core.parts.tiers.disk_link.read_rate
