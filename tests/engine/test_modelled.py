@@ -262,7 +262,11 @@ def check_any_machine(make_rig: MakeRig, seed: int, longest: int) -> None:
     if machine.up_GBps < 4 * machine.read_GBps and head < length:
         most = 1.3  # many reads arrive while the head is launched, and only then are they copied
     facts = model, machine, block_size, length, head, took_s
-    assert took_s["auto"] <= most * min(took_s["compute"], took_s["load"]), facts
+    best_s = min(took_s["compute"], took_s["load"])
+    # A few blocks on disk behind a head in host memory are computed if that costs one step more,
+    # and the head may be computed to the end of a step.
+    most_s = max(most * best_s, best_s + 2 * machine.step_s if head else 0.0)
+    assert took_s["auto"] <= most_s, facts
 
 
 @pytest.mark.parametrize("seed", few(range(12), 4))
