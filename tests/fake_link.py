@@ -25,7 +25,8 @@ class FakeDeviceLink(DeviceLink[Any]):
         self.may_fill: Callable[[int], bool] = lambda block_id: True
         self.on_fill: Callable[[int], object] = lambda block_id: None
         self._up: list[tuple[Sequence[tuple[PageId, BlockId]], Any]] = []
-        self._begun: list[Any] = []
+        self._begun: list[Any] = []  # of which `poll_usable` has yet to tell
+        self._num_begun = 0  # of the oldest copies up
         self._down: list[tuple[Sequence[tuple[BlockId, PageId]], Any]] = []
 
     @property
@@ -57,15 +58,25 @@ class FakeDeviceLink(DeviceLink[Any]):
         return begun
 
     def begin(self) -> None:
-        """Copy the first layers of the oldest copy to VRAM, so that `poll_usable` tells of it."""
-        pairs, tag = self._up[0]
+        """Copy the first layers of the oldest copy to VRAM that waits for them.
+
+        `poll_usable` tells of it.
+        """
+        pairs, tag = self._up[self._num_begun]
+        self._num_begun += 1
         self._copier.copy_in(pairs, None, slice(self._copier.block_bytes // 2))
         self._begun.append(tag)
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether a copy to VRAM waits for its first layers."""
+        return self._num_begun < len(self._up)
 
     def complete(self) -> None:
         """Complete the oldest copy of each direction."""
         if self._up:
             pairs, tag = self._up.pop(0)
+            self._num_begun = max(0, self._num_begun - 1)
             self._begun = [each for each in self._begun if each is not tag]
             super().promote(pairs, tag)
         self.complete_down()

@@ -479,10 +479,12 @@ class Rig:
         return self.finish(self.start(name, length, retention))
 
     def verify(self, prefix: Prefix) -> None:
-        """Check the bytes of all ready blocks of a request."""
+        """Check the bytes of all ready blocks of a request; of an early one, its first half."""
         for block, block_hash in zip(prefix.blocks, prefix.hashes, strict=False):
             got = self.device_bytes[block.block_id].numpy().tobytes()
-            assert not block.is_ready or got == payload_of(block_hash), "wrong bytes served"
+            most = len(got) if block.is_whole else len(got) // 2
+            is_right = got[:most] == payload_of(block_hash)[:most]
+            assert not block.is_ready or is_right, "wrong bytes served"
 
     def check(self) -> None:
         """Verify every invariant, and the bytes of every block that may be served."""

@@ -161,6 +161,12 @@ class TieredCacheMachine(RuleBasedStateMachine):
         self.rig.transfer.complete()
         self.rig.cache.poll()
 
+    @precondition(lambda self: self.rig.transfer.can_begin)
+    @rule()
+    def copy_first_layers(self) -> None:
+        self.rig.transfer.begin()
+        self.rig.cache.poll(may_start_early=True)
+
     @precondition(lambda self: self.rig.store.jobs)
     @rule(data=st.data(), reason=st.sampled_from(["", "", "", "checksum", "full"]))
     def end_a_loan(self, data: st.DataObject, reason: str) -> None:
