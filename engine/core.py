@@ -27,9 +27,9 @@ from tieredkv.engine.prompt_inspections import PromptInspections
 from tieredkv.engine.prompt_scores import score_prompt
 from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import SamplerState, Sampling, sample
-from tieredkv.engine.scheduler import ScheduledRow
 from tieredkv.engine.slices import Slices
 from tieredkv.engine.step_buffers import StepOutput
+from tieredkv.engine.step_plan import ScheduledRow
 from tieredkv.engine.tier_stats import TierStats
 from tieredkv.engine.verbs import Verbs
 from tieredkv.errors import BlocksLostError, RequestError

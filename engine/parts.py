@@ -30,7 +30,8 @@ from tieredkv.engine.loader import FoundModel, LoadedModel, find_model
 from tieredkv.engine.profile import count_fitting_blocks, time_steps, warm_up
 from tieredkv.engine.runner import ModelRunner, StepLimits, make_kv_pool
 from tieredkv.engine.sampling_params import TokenChoice
-from tieredkv.engine.scheduler import Scheduler, longest_chunk
+from tieredkv.engine.scheduler import Scheduler
+from tieredkv.engine.step_plan import longest_chunk
 from tieredkv.engine.step_timer import StepTimer
 from tieredkv.errors import ConfigError
 from tieredkv.kernels.copies import BlockCopier, register_pinned

@@ -3,8 +3,8 @@
 import torch
 
 from tieredkv.engine.sampler import score
-from tieredkv.engine.scheduler import ScheduledRow
 from tieredkv.engine.step_buffers import StepOutput
+from tieredkv.engine.step_plan import ScheduledRow
 from tieredkv.kernels.small_copies import to_device
 
 

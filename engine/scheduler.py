@@ -14,26 +14,20 @@ import sys
 import time
 from array import array
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from tieredkv.cache.requests import Admission, RequestProgress, TieredCache
 from tieredkv.engine.queue import MAX_PASSES, RequestQueue
+from tieredkv.engine.quick_tenants import QuickTenants
 from tieredkv.engine.request import Request
-from tieredkv.engine.step_buffers import BatchRow
+from tieredkv.engine.step_plan import ScheduledRow, StepPlan
 from tieredkv.errors import IntegrityError
 from tieredkv.hashing import chain_hashes
 from tieredkv.types import BlockHash, HashAlgo
 
 logger = logging.getLogger(__name__)
-
-MAX_REST = 1 / 32
-"""Fraction of a budget: a rest of a prompt up to this size is computed with the last chunk."""
-
-CHUNK_ALIGNMENT = 512
-"""Chunks that do not end a prompt end at a multiple of it: long chunks are attended in steps."""
 
 MAX_PLANNED = 16
 """Queued requests whose loads are planned: more of them would take long, and wait for long."""
@@ -67,55 +61,12 @@ SOON_S = 1.0
 SHORT_STEP = 1 / 32
 """Fraction of a budget: the prompt tokens of a short step.
 
-A request with at most that many tokens to compute is quick. A new request waits for the step in
-progress. So steps are short for SHORT_STEPS_S after a quick request is admitted, while another
-tenant has prompts to compute; a tenant that is alone keeps the whole budget. While steps are short
-none is issued ahead, so that a quick request is computed in the very next step. In that step long
-prompts get a quarter of a short step, so that they go on. The order of admission still depends on
-the tokens that were computed.
-
-`python -m tests.stress.flood` measures the gain of the one tenant and the cost to the other.
+A request with at most that many tokens to compute is quick; `quick_tenants` says when steps are
+short. A tenant that is alone keeps the whole budget. While steps are short none is issued ahead, so
+that a quick request is computed in the very next step. In that step long prompts get a quarter of a
+short step, so that they go on. The order of admission still depends on the tokens that were
+computed.
 """
-
-SHORT_STEPS_S = 10.0
-
-RETURN_S = 0.01
-"""A tenant that asked again within this time is given as long after its next answer.
-
-Long prompts resume only then; otherwise each request of the tenant would find a step in progress.
-Beside such a request, long prompts get three quarters of a short step.
-Source: anticipatory scheduling, Iyer and Druschel 2001.
-"""
-
-
-@dataclass(slots=True)
-class _QuickTenant:
-    """When a tenant's last quick request was admitted and ended; 0 once it has asked again."""
-
-    admitted_at: float = 0.0
-    ended_at: float = 0.0
-    returns_soon: bool = False
-
-
-def longest_chunk(budget: int) -> int:
-    """Return the most tokens that one request may get of a budget, including a short rest."""
-    return budget + int(budget * MAX_REST)
-
-
-MAX_SCORED_TOKENS = 256
-"""The most tokens of a scored prompt in one step: each has logits for the whole vocabulary."""
-
-SCORING = -1
-"""The mark that the one scored row of a step adds to the claimed block ids."""
-
-
-class ScheduledRow(NamedTuple):
-    """Tokens `[start, end)` of one request, to be computed in this step."""
-
-    request: Request
-    start: int
-    end: int
-    row: BatchRow
 
 
 @dataclass(kw_only=True)
@@ -131,8 +82,6 @@ class Scheduler:
         max_num_alone_tokens: the same for a step while the engine has only one request.
         is_short: see `schedule`.
         busy_s: for how long the device is busy with the steps that were issued.
-        has_short_steps: see `SHORT_STEP`.
-        held_until: when long prompts resume, see `RETURN_S`; 0 if they are not held.
     """
 
     cache: TieredCache
@@ -147,8 +96,6 @@ class Scheduler:
     num_computed_tokens: int = 0
     is_short: bool = False
     busy_s: float = 0.0
-    has_short_steps: bool = False
-    held_until: float = 0.0
 
     def __post_init__(self) -> None:
         self.waiting = RequestQueue(self.block_size, self.cache.num_held)
@@ -157,7 +104,7 @@ class Scheduler:
         self._short_step = max(int(budget * SHORT_STEP), min(budget // 2, 64), 1)
         self._most_brief = int(budget * BRIEF)
         self._most_beside = max(1, int(budget * BESIDE_BRIEF))
-        self._quick: defaultdict[str, _QuickTenant] = defaultdict(_QuickTenant)
+        self._quick = QuickTenants()
         self._table_keys = itertools.count(1)
         self._makes_room = True
         self._refused: Request | None = None
@@ -171,10 +118,7 @@ class Scheduler:
         self.cache.arrive(request.prefix)
         self.waiting.append(request)
         self._num_hashed_tokens += request.num_tokens
-        tenant = self._quick.get(request.asked.tenant)
-        if tenant is not None and tenant.ended_at:
-            tenant.returns_soon = time.monotonic() - tenant.ended_at <= RETURN_S
-            tenant.ended_at = 0.0
+        self._quick.note_asked(request.asked.tenant)
 
     def remove(self, request: Request) -> None:
         """Remove a finished or cancelled request, and release exactly what it holds."""
@@ -182,10 +126,20 @@ class Scheduler:
             self._stop_running(request)
             self.waiting.end(request)
             if not self._is_long(request):
-                self._quick[request.asked.tenant].ended_at = time.monotonic()
+                self._quick.note_ended(request.asked.tenant)
         else:
             self.waiting.remove(request)
         self.cache.release(request.prefix)
+
+    @property
+    def has_short_steps(self) -> bool:
+        """Whether steps are short, and none is issued ahead; see `SHORT_STEP`."""
+        return self._quick.has_short_steps
+
+    @property
+    def held_until(self) -> float:
+        """When long prompts resume, in monotonic time; 0 if they are not held."""
+        return self._quick.held_until
 
     def schedule(self, *, may_preempt: bool = True) -> list[ScheduledRow]:
         """Choose the next step's tokens; empty when every request waits for blocks or bytes.
@@ -200,9 +154,7 @@ class Scheduler:
         # While blocks are being loaded, what to compute next should be decided more often.
         is_alone = len(self.running) + len(self.waiting) == 1 and not self.cache.is_restoring
         budget = self.max_num_alone_tokens if is_alone else self.max_num_batched_tokens
-        claimed: set[int] = set()
-        scheduled: list[ScheduledRow] = []
-        has_room = True
+        step, has_room = StepPlan(self.cache, self.block_size), True
         order = sorted(self.running, key=self._rank)
         if self.cache.is_restoring and self._is_plan_due:
             self._plan()
@@ -210,18 +162,18 @@ class Scheduler:
         busy = {each.asked.tenant for each in order[num_decodes:] if self._is_long(each)}
         tenants = busy | self.waiting.tenants
         if busy and busy < tenants:
-            self._admit(self._short_step, claimed, scheduled, busy)
+            self._admit(step, self._short_step, busy)
         was_held = bool(self.held_until)
-        self._look_for_quick(tenants, has_come=bool(scheduled))
+        self._quick.look(tenants, has_come=bool(step.rows))
         if self.has_short_steps:
-            quarters = (3 if was_held else 1) if scheduled else 4
+            quarters = (3 if was_held else 1) if step.rows else 4
             budget = -(-self._short_step * quarters // 4)
             order[num_decodes:] = sorted(order[num_decodes:], key=self._is_long)
         elif not (self.held_until or all(map(self._is_brief, order[num_decodes:]))):
-            self._admit(self._most_brief, claimed, scheduled, set(), only_brief=True)
-            budget -= sum(row.end - row.start for row in scheduled)
+            self._admit(step, self._most_brief, set(), only_brief=True)
+            budget -= step.num_tokens
         has_brief = not self.has_short_steps and (
-            bool(scheduled) or any(map(self._comes_soon, self.running))
+            bool(step.rows) or any(map(self._comes_soon, self.running))
         )
         if self.held_until:
             order = [each for each in order if not (each.is_prefilling and self._is_long(each))]
@@ -232,27 +184,25 @@ class Scheduler:
             if has_brief and not self._is_brief(request):
                 budget = min(budget, self._most_beside)
                 # So far, all rows with tokens of prompts are those of brief requests.
-                if may_put_off and any(row.request.is_prefilling for row in scheduled):
+                if may_put_off and step.has_prefills:
                     self._has_put_off = True
                     break
                 may_put_off = False
             is_preempted = not request.is_running  # by an earlier one of this loop
             if is_preempted or request.is_long_enough:
                 continue
-            refusal = self._extend(request, scheduled, may_preempt)
+            refusal = self._extend(request, step, may_preempt)
             if refusal is not None:
                 has_room = has_room and refusal.is_kept  # for others
                 continue
-            row = self._next_row(request, budget, claimed)
-            if row is not None:
-                scheduled.append(row)
-                # A decode does not count against the budget, so that chunks beside it stay whole.
-                budget -= row.end - row.start if row.end - row.start > 1 else 0
-        is_late = scheduled and self._num_hashed_tokens >= MAX_ADMITTED_TOKENS
+            num_added = step.add(request, budget)
+            # A decode does not count against the budget, so that chunks beside it stay whole.
+            budget -= num_added if num_added > 1 else 0
+        is_late = step.rows and self._num_hashed_tokens >= MAX_ADMITTED_TOKENS
         self._num_hashed_tokens = -sys.maxsize if is_late else 0
         if has_room and not (is_late or self.held_until or self._has_put_off):
-            self._admit(budget, claimed, scheduled, set())
-        return scheduled
+            self._admit(step, budget, set())
+        return step.rows
 
     def make_room(self) -> bool:
         """Make room for the request that `schedule` has refused, while the device computes.
@@ -341,21 +291,7 @@ class Scheduler:
         if sorted(indices) != list(range(self.max_num_seqs)):
             raise IntegrityError("a request index is missing or used twice")
 
-    def _look_for_quick(self, tenants: set[str], *, has_come: bool) -> None:
-        """Update `has_short_steps`, and `held_until` while a quick tenant may soon ask again."""
-        now = time.monotonic()
-        for tenant, one in list(self._quick.items()):
-            if now - one.admitted_at >= SHORT_STEPS_S:
-                del self._quick[tenant]
-        quick = [one for tenant, one in self._quick.items() if tenants - {tenant}]
-        self.has_short_steps = bool(quick)
-        returning = [] if has_come else [it for it in quick if it.ended_at and it.returns_soon]
-        held_until = max((it.ended_at + RETURN_S for it in returning), default=0.0)
-        self.held_until = held_until if held_until > now else 0.0
-
-    def _extend(
-        self, request: Request, scheduled: list[ScheduledRow], may_preempt: bool
-    ) -> Admission | None:
+    def _extend(self, request: Request, step: StepPlan, may_preempt: bool) -> Admission | None:
         """Extend a request's table to its tokens; preempt other requests if no block is free.
 
         Returns:
@@ -371,9 +307,8 @@ class Scheduler:
             if not may_preempt:
                 self.is_short = True
                 return found
-            in_step = {id(row.request) for row in scheduled}
             victim = self._victim()
-            if victim is request or id(victim) in in_step:
+            if victim is request or step.has(victim):
                 return found
             self._preempt(victim)
         return None
@@ -396,65 +331,8 @@ class Scheduler:
         num_read = sum(each.num_tokens for each in self.running if not each.is_prefilling)
         self.cache.plan([*running, *queued], busy_s=self.busy_s, num_read_beside=num_read)
 
-    def _next_row(self, request: Request, budget: int, claimed: set[int]) -> ScheduledRow | None:
-        """Return the next stretch of tokens that is neither ready, on its way, nor claimed."""
-        size, prefix = self.block_size, request.prefix
-        num_chain = len(prefix.hashes)
-        start = request.num_computed_tokens
-        while start // size < num_chain and prefix.blocks[start // size].is_ready:
-            if num_overlapping := start % size:
-                request.overlaps[start // size] = num_overlapping
-            start = (start // size + 1) * size
-        request.num_computed_tokens = start
-        write_from = start
-        if start >= request.num_tokens:  # wholly cached, but for the last token's logits
-            write_from = request.num_tokens
-            start = request.num_tokens - 1
-        end = start + longest_chunk(budget)
-        end = request.num_tokens if request.num_tokens <= end else start + budget
-        if end < request.num_tokens and end // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT > start:
-            end = end // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
-        is_scored = request.num_unscored_tokens > 0
-        if is_scored:
-            most = 0 if SCORING in claimed else min(MAX_SCORED_TOKENS, request.num_unscored_tokens)
-            end = min(end, start + most)
-            claimed.add(SCORING)
-        if write_from == start:
-            stop = self.cache.stop(prefix, start // size, min(-(-end // size), num_chain))
-            end = min(end, stop * size) if stop * size < end and stop < num_chain else end
-        for index in range(start // size, min(-(-end // size), num_chain)):
-            block = prefix.blocks[index]
-            if write_from > start:
-                break
-            if block.is_ready or block.is_copying or block.block_id in claimed:
-                end = min(end, index * size)
-                break
-        if end <= start:
-            return None
-        last = min(-(-end // size), num_chain)
-        claimed.update(block.block_id for block in prefix.blocks[start // size : last])
-        if write_from == start:
-            self.cache.claim(prefix, start // size, last)
-        row = BatchRow(
-            token_ids=request.token_ids[start:end],
-            start=start,
-            block_table=prefix.block_ids,
-            write_from=write_from,
-            needs_logits=end == request.num_tokens,
-            all_logits=is_scored,
-            request_index=request.request_index,
-            table_key=request.table_key,
-        )
-        return ScheduledRow(request, start, end, row)
-
     def _admit(
-        self,
-        budget: int,
-        claimed: set[int],
-        scheduled: list[ScheduledRow],
-        busy: set[str],
-        *,
-        only_brief: bool = False,
+        self, step: StepPlan, budget: int, busy: set[str], *, only_brief: bool = False
     ) -> None:
         """Admit and schedule requests in order, until it is the turn of a busy tenant.
 
@@ -486,7 +364,7 @@ class Scheduler:
             num_cached = self.block_size * (len(origins) - origins.count(None))
             request.num_uncached_tokens = max(1, request.num_tokens - num_cached)
             if not self._is_long(request):
-                self._quick[request.asked.tenant].admitted_at = time.monotonic()
+                self._quick.note_admitted(request.asked.tenant)
             self.waiting.take(request)
             request.request_index = self._free_indices.pop()
             request.admitted_at = request.admitted_at or time.monotonic()
@@ -496,10 +374,7 @@ class Scheduler:
                 self._plan()
             else:
                 self._is_unplanned = True
-            row = self._next_row(request, budget, claimed)
-            if row is not None:
-                scheduled.append(row)
-                budget -= row.end - row.start
+            budget -= step.add(request, budget)
 
     def _try(self, request: Request, *, is_alone: bool = False) -> Admission:
         """Admit a request, with blocks for its next token too, if there is room."""

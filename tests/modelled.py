@@ -39,8 +39,8 @@ from tieredkv.engine.parts import Parts, make_scheduler, make_tiers
 from tieredkv.engine.profile import time_steps
 from tieredkv.engine.runner import ModelRunner
 from tieredkv.engine.sampling_params import TokenChoice
-from tieredkv.engine.scheduler import ScheduledRow
 from tieredkv.engine.step_buffers import BatchRow, StepOutput
+from tieredkv.engine.step_plan import ScheduledRow
 from tieredkv.engine.step_timer import StepTimer, Work, _Step
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.steps import pairs

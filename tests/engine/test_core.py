@@ -14,7 +14,7 @@ from tests.waiting import HANG_S
 from tieredkv import LLM, SamplingParams
 from tieredkv.cache import lookups
 from tieredkv.cache.link_rate import LinkRate
-from tieredkv.engine import core, scheduler
+from tieredkv.engine import core, quick_tenants
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import TokenOutput
 from tieredkv.engine.step_buffers import BatchRow
@@ -35,7 +35,7 @@ def test_the_python_api_leaves_the_callers_garbage_collector_alone(
 def test_a_quick_request_is_in_the_very_next_step_of_a_flood(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduler, "SHORT_STEPS_S", 1e9)
+    monkeypatch.setattr(quick_tenants, "SHORT_STEPS_S", 1e9)
     sizes: dict[str, Any] = {"device_size": "32MiB", "host_size": "8MiB", "block_size": 16}
     with LLM("tiny-random", max_num_batched_tokens=512, **sizes) as llm:
         engine, issued, execute = llm.core, list[int](), llm.core._runner.execute

@@ -11,13 +11,14 @@ from tests.fake_store import Rig, kept_by, root_of
 from tieredkv.cache import lookups, room
 from tieredkv.cache.plan import Planner
 from tieredkv.cache.prefix import Prefix
-from tieredkv.engine import scheduler
+from tieredkv.engine import quick_tenants, scheduler
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.queue import MAX_PASSES
 from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import SamplerState
 from tieredkv.engine.sampling_params import SamplingParams
-from tieredkv.engine.scheduler import ScheduledRow, Scheduler
+from tieredkv.engine.scheduler import Scheduler
+from tieredkv.engine.step_plan import ScheduledRow, StepPlan
 from tieredkv.hashing import chain_hashes
 from tieredkv.types import BlockHash, BlockRecord, Tier
 
@@ -495,8 +496,8 @@ BUDGET, SHORT = 256, 64
 
 def beside_a_flood(monkeypatch: pytest.MonkeyPatch, num_clients: int) -> Loop:
     """Return a loop with a cached prompt of a quiet tenant and a queued flood of another."""
-    monkeypatch.setattr(scheduler, "SHORT_STEPS_S", 1e9)
-    monkeypatch.setattr(scheduler, "RETURN_S", 0.0)
+    monkeypatch.setattr(quick_tenants, "SHORT_STEPS_S", 1e9)
+    monkeypatch.setattr(quick_tenants, "RETURN_S", 0.0)
     loop = Loop(Rig(num_blocks=1024, has_store=False), max_num_batched_tokens=BUDGET)
     loop.add("cold", 8 * SIZE + 1, tenant="quiet")
     loop.run()
@@ -541,19 +542,19 @@ def test_long_prompts_wait_for_a_tenant_that_asks_again_at_once(
     loop.step()
     loop.add("other", 8, seed=9, max_tokens=100, tenant="other")
     assert "other" in names_of(loop.step())
-    monkeypatch.setattr(scheduler, "RETURN_S", 1e9)
+    monkeypatch.setattr(quick_tenants, "RETURN_S", 1e9)
     ask("first")
     assert SHORT // 4 < num_tokens_of(ask("soon")) <= SHORT // 4 + 3
     for _ in range(3):
         assert names_of(loop.step()) == {"other"}
         assert loop.scheduler.held_until
     assert SHORT * 3 // 4 < num_tokens_of(ask("again")) <= SHORT * 3 // 4 + 3
-    monkeypatch.setattr(scheduler, "RETURN_S", 0.0)
+    monkeypatch.setattr(quick_tenants, "RETURN_S", 0.0)
     for _ in range(3):  # the time to ask again has passed
         assert SHORT < num_tokens_of(loop.step()) <= SHORT + 3
         assert not loop.scheduler.held_until
     ask("late")
-    monkeypatch.setattr(scheduler, "RETURN_S", 1e9)
+    monkeypatch.setattr(quick_tenants, "RETURN_S", 1e9)
     assert num_tokens_of(loop.step()) > SHORT
 
 
@@ -562,9 +563,9 @@ def test_steps_are_short_for_a_while_only_and_never_for_a_tenant_alone(
 ) -> None:
     loop = beside_a_flood(monkeypatch, 2)
     assert num_tokens_of(loop.step()) <= SHORT + 2
-    monkeypatch.setattr(scheduler, "SHORT_STEPS_S", 0.0)
+    monkeypatch.setattr(quick_tenants, "SHORT_STEPS_S", 0.0)
     assert num_tokens_of(loop.step()) == BUDGET
-    monkeypatch.setattr(scheduler, "SHORT_STEPS_S", 1e9)
+    monkeypatch.setattr(quick_tenants, "SHORT_STEPS_S", 1e9)
     loop = Loop(Rig(num_blocks=1024, has_store=False), max_num_batched_tokens=BUDGET)
     for seed, num_tokens in enumerate((8, BUDGET, BUDGET)):
         loop.add(f"{seed}", num_tokens, seed=seed)
@@ -633,7 +634,7 @@ def test_only_a_brief_request_has_longer_ones_left_out(monkeypatch: pytest.Monke
         loop.add(f"long {index}", 60 + 400 * index, seed=1 + index)
         loop.step()
     loop.add("long 2", 400, seed=3)
-    loop.scheduler._admit(1, set(), [], set())
+    loop.scheduler._admit(StepPlan(loop.rig.cache, SIZE), 1, set())
     # A brief request waits for blocks, and so do the longer ones, behind their next block.
     monkeypatch.setattr(Scheduler, "_comes_soon", lambda *_: True)
     monkeypatch.setattr(loop.rig.cache, "stop", lambda _prefix, first, _end: first + 1)

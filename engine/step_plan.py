@@ -1,0 +1,140 @@
+"""The rows of the next step, and which blocks they compute.
+
+A block is computed by one row of a step. Rows end where blocks are ready, on their way, or left to
+the links.
+
+Called by the engine's thread only.
+"""
+
+from typing import NamedTuple
+
+from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.requests import TieredCache
+from tieredkv.engine.request import Request
+from tieredkv.engine.step_buffers import BatchRow
+
+MAX_REST = 1 / 32
+"""Fraction of a budget: a rest of a prompt up to this size is computed with the last chunk."""
+
+CHUNK_ALIGNMENT = 512
+"""Chunks that do not end a prompt end at a multiple of it: long chunks are attended in steps."""
+
+
+def longest_chunk(budget: int) -> int:
+    """Return the most tokens that one request may get of a budget, including a short rest."""
+    return budget + int(budget * MAX_REST)
+
+
+MAX_SCORED_TOKENS = 256
+"""The most tokens of a scored prompt in one step: each has logits for the whole vocabulary."""
+
+
+class ScheduledRow(NamedTuple):
+    """Tokens `[start, end)` of one request, to be computed in this step."""
+
+    request: Request
+    start: int
+    end: int
+    row: BatchRow
+
+
+class StepPlan:
+    """What the next step computes; rows are added one after another.
+
+    Args:
+        cache: the cache.
+        block_size: tokens a block.
+
+    Attributes:
+        rows: of the step.
+    """
+
+    def __init__(self, cache: TieredCache, block_size: int) -> None:
+        self._cache, self._block_size = cache, block_size
+        self.rows: list[ScheduledRow] = []
+        self._claimed: set[int] = set()  # ids of blocks that rows compute
+        self._is_scored = False  # whether it has its one row whose tokens all have logits
+
+    @property
+    def has_prefills(self) -> bool:
+        """Whether a row has tokens of a prompt."""
+        return any(row.request.is_prefilling for row in self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(row.end - row.start for row in self.rows)
+
+    def has(self, request: Request) -> bool:
+        """Return whether a request has a row."""
+        return any(row.request is request for row in self.rows)
+
+    def add(self, request: Request, budget: int) -> int:
+        """Add the next stretch of tokens that is neither ready, on its way, nor claimed.
+
+        Returns:
+            How many tokens these are; 0 if there are none.
+        """
+        prefix = request.prefix
+        write_from = start = self._skip_ready(request)
+        if start >= request.num_tokens:  # wholly cached, but for the last token's logits
+            write_from = request.num_tokens
+            start = request.num_tokens - 1
+        end = self._end_within(request, start, budget)
+        if write_from == start:
+            end = self._end_before_others(prefix, start, end)
+        if end <= start:
+            return 0
+        first, last = start // self._block_size, self._last_block(prefix, end)
+        self._claimed.update(block.block_id for block in prefix.blocks[first:last])
+        if write_from == start:
+            self._cache.claim(prefix, first, last)
+        row = BatchRow(
+            token_ids=request.token_ids[start:end],
+            start=start,
+            block_table=prefix.block_ids,
+            write_from=write_from,
+            needs_logits=end == request.num_tokens,
+            all_logits=request.num_unscored_tokens > 0,
+            request_index=request.request_index,
+            table_key=request.table_key,
+        )
+        self.rows.append(ScheduledRow(request, start, end, row))
+        return end - start
+
+    def _skip_ready(self, request: Request) -> int:
+        """Count ready blocks as computed; return the first token behind them."""
+        size, blocks, start = self._block_size, request.prefix.blocks, request.num_computed_tokens
+        num_chain = len(request.prefix.hashes)
+        while start // size < num_chain and blocks[start // size].is_ready:
+            if num_overlapping := start % size:
+                request.overlaps[start // size] = num_overlapping
+            start = (start // size + 1) * size
+        request.num_computed_tokens = start
+        return start
+
+    def _end_within(self, request: Request, start: int, budget: int) -> int:
+        """Return where a stretch ends that begins at `start`, by the budget alone."""
+        end = start + longest_chunk(budget)
+        end = request.num_tokens if request.num_tokens <= end else start + budget
+        if end < request.num_tokens and end // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT > start:
+            end = end // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
+        if request.num_unscored_tokens > 0:
+            most = 0 if self._is_scored else min(MAX_SCORED_TOKENS, request.num_unscored_tokens)
+            end = min(end, start + most)
+            self._is_scored = True
+        return end
+
+    def _end_before_others(self, prefix: Prefix, start: int, end: int) -> int:
+        """Return where it ends so that nobody else fills, or has filled, a block of it."""
+        size, last = self._block_size, self._last_block(prefix, end)
+        stop = self._cache.stop(prefix, start // size, last)
+        for index in range(start // size, stop):
+            block = prefix.blocks[index]
+            if block.is_ready or block.is_copying or block.block_id in self._claimed:
+                return index * size
+        return end if stop == last else stop * size
+
+    def _last_block(self, prefix: Prefix, end: int) -> int:
+        """Return the index behind the last block of the chain that has tokens before `end`."""
+        return min(-(-end // self._block_size), len(prefix.hashes))
