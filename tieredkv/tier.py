@@ -9,12 +9,20 @@ This module knows no tier. The disk is one (`storage.client.client`), and the en
 `tests/folder_tier.py` is a small one.
 """
 
-from collections.abc import Sequence
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
 import msgspec
 
 from tieredkv.types import BlockRecord
+
+FINGERPRINT_BYTES = 8
+"""Bytes of a hash by which a block is known. One that is taken for another is a miss."""
+
+
+_MAX_U32 = 0xFFFF_FFFF
 
 
 class Times(NamedTuple):
@@ -145,8 +153,44 @@ class Stored(Ended, frozen=True, array_like=True, tag="stored"):
     ended_at: float = 0.0
 
 
+class Held(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="held"):
+    """Blocks that the tier has, each with the second in which it expires; the last word counts.
+
+    A tier that tells of any block tells of all: those that it has when it begins, in as many pieces
+    as it likes, each one that it stores from then on, at the latest with its `Stored`, and each one
+    whose second has changed. `Gone` tells which of them are left no more. A tier that never tells
+    is asked by `lookup`.
+
+    Attributes:
+        fingerprints: the first eight bytes of each hash.
+        seconds: until when each block is kept, in seconds since the epoch, rounded up; u32 in the
+            byte order of little-endian machines.
+        is_first: whether what was told before does not count any more.
+        is_whole: whether all blocks that the tier has have been told now.
+        num_blocks: with `is_first`, about how many will be told.
+    """
+
+    fingerprints: bytes = b""
+    seconds: bytes = b""
+    is_first: bool = False
+    is_whole: bool = False
+    num_blocks: int = 0
+
+    @classmethod
+    def of(cls, expires_at: Mapping[bytes, float], num_bytes: int = FINGERPRINT_BYTES) -> Self:
+        """Return what tells of some blocks, of whose hashes it has so many bytes."""
+        heads = b"".join([each[:num_bytes] for each in expires_at])
+        return cls(fingerprints=heads, seconds=in_seconds([*expires_at.values()]))
+
+
+def in_seconds(expires_at: Iterable[float]) -> bytes:
+    """Return times as `Held` has them."""
+    seconds = [min(math.ceil(max(each, 0.0)), _MAX_U32) for each in expires_at]
+    return struct.pack(f"<{len(seconds)}I", *seconds)
+
+
 class Gone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
-    """Blocks that have left the tier; told only if the engine wants to know.
+    """Blocks that have left the tier; see `Held`.
 
     Attributes:
         hashes: of the blocks.
@@ -203,7 +247,7 @@ class ControlRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     roots: dict[bytes, bytes] = {}
 
 
-Event = LookupDone | ProbeDone | Loaded | Stored | Gone | Restarted | ControlRequest
+Event = LookupDone | ProbeDone | Loaded | Stored | Held | Gone | Restarted | ControlRequest
 """What a tier tells the engine."""
 
 
