@@ -65,10 +65,7 @@ def _open(settings: Settings, spec: KVSpec, arena: HostArena, wake: Callable[[],
     folder = settings.disk_dir
     assert folder is not None
     options = store_options(
-        folder,
-        settings,
-        element_bytes=DTYPE_BYTES[spec.dtype],
-        tells_gone=settings.kv_events == "on",
+        folder, settings, element_bytes=DTYPE_BYTES[spec.dtype], tells_blocks=True
     )
     store = StoreClient(options, arena, wake=wake)
 

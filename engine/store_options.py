@@ -6,7 +6,7 @@ from tieredkv.wire.limits import forbid_core_files
 
 
 def store_options(
-    folder: str, settings: Settings, *, element_bytes: int = 2, tells_gone: bool = False
+    folder: str, settings: Settings, *, element_bytes: int = 2, tells_blocks: bool = False
 ) -> StoreOptions:
     """Return the options of the store in a folder.
 
@@ -14,7 +14,7 @@ def store_options(
         folder: of the store.
         settings: those of the disk tier.
         element_bytes: of one number of keys and values.
-        tells_gone: whether the worker tells which blocks have left the store.
+        tells_blocks: whether the worker tells which blocks the store has, and which have left it.
     """
     of_disk = [each for each in settings.policies if each.may_use_disk]
     return StoreOptions(
@@ -32,7 +32,7 @@ def store_options(
         longest_s=max((each.absolute_s for each in of_disk), default=0.0),
         sweep_interval_s=settings.sweep_interval,
         clock_offset_file=settings.clock_offset_file,
-        tells_gone=tells_gone,
+        tells_blocks=tells_blocks,
     )
 
 

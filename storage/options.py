@@ -32,7 +32,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
         num_readers, num_writers: threads that move payloads; see `writers`.
         backoff_s, max_backoff_s: first and longest pause before a dead worker is started again;
             the pause doubles each time.
-        tells_gone: whether the worker tells which blocks have left the store.
+        tells_blocks: whether the worker tells which blocks the store has, and which have left it.
         busy_patience_s: how long the first start waits for another writer to go, such as the worker
             of an engine that was killed a moment ago.
     """
@@ -57,7 +57,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     backoff_s: float = 0.1
     max_backoff_s: float = 30.0
     busy_patience_s: float = BUSY_PATIENCE_S
-    tells_gone: bool = False
+    tells_blocks: bool = False
 
     def writers(self, *, is_encrypted: bool) -> int:
         """Return how many threads write payloads.

@@ -27,7 +27,7 @@ from tieredkv.storage.format.planes import Packed, Packing, extent_bytes_of
 from tieredkv.storage.format.record import Extent, Located, check_record, corrupt
 from tieredkv.storage.index.entries import expiry_key
 from tieredkv.storage.index.rebuild import fault_of, rebuild
-from tieredkv.storage.index.transaction import DAMAGED, TXN_BLOCKS, IndexTxn, Left, batches
+from tieredkv.storage.index.transaction import DAMAGED, TXN_BLOCKS, Changes, IndexTxn, Left, batches
 from tieredkv.storage.index.verdicts import is_of_memory
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.ownership import owned_by
@@ -64,6 +64,7 @@ class Store:
             only look, as operators do, look at these.
         thread: the thread that makes every change.
         packing: whether new blocks are compressed.
+        num_rebuilds: how often the index was made again since the store was opened.
     """
 
     def __init__(self, parts: Parts, options: StoreOptions) -> None:
@@ -82,8 +83,9 @@ class Store:
         self._num_stored, self._num_expired = 0, parts.num_expired
         self._bytes_noted = 0  # the part of `bytes_written` that the index has counted
         self._block_bytes = self._payload_bytes = 0  # of the blocks stored since opening
-        if options.tells_gone:
-            parts.room.gone = []
+        self.num_rebuilds = 0
+        if options.tells_blocks:
+            parts.room.changes = Changes()
 
     # --- closing ------------------------------------------------------------------------------
 
@@ -473,17 +475,24 @@ class Store:
         return failed
 
     @owned_by("thread")
-    def take_gone(self) -> list[Left]:
-        """Return the blocks that have left the store since the last call, and are not back.
+    def take_held(self) -> dict[bytes, float]:
+        """Return the blocks that were stored, or got another expiry, since the last call.
 
-        None are noted unless `StoreOptions.tells_gone`. Of one that has left more than once, the
-        last time counts.
+        Blocks that have left again are none of them. Nothing is noted unless
+        `StoreOptions.tells_blocks`.
         """
-        if not self._room.gone:
+        if (changes := self._room.changes) is None:
+            return {}
+        held, changes.held = changes.held, {}
+        return held
+
+    @owned_by("thread")
+    def take_gone(self) -> list[Left]:
+        """Return the blocks that have left the store since the last call, and are not back."""
+        if (changes := self._room.changes) is None:
             return []
-        gone, self._room.gone = {each.block_hash: each for each in self._room.gone}, []
-        found = self.find([*gone])
-        return [left for block_hash, left in gone.items() if block_hash not in found]
+        gone, changes.gone = changes.gone, {}
+        return [*gone.values()]
 
     # --- the index and the figures --------------------------------------------------------------
 
@@ -498,16 +507,22 @@ class Store:
         """Make the index again from its sound records."""
         damaged = f"damaged records were met: {len(self._damaged)}" if self._damaged else ""
         fault = fault_of(self._index) or damaged or "that was asked for"
-        if self._room.gone is not None:
-            with self._index.reading() as txn:
-                # Not all of them may come back.
-                most = self._index.most_records()
-                names = (name for name, _ in islice(txn.records(), most))
-                self._room.gone += (Left(name, DAMAGED, 0) for name in names)
-        rebuild(self.parts, fault)
+        most = self._index.most_records()
+        with self._index.reading() as old:
+            rebuild(self.parts, fault)
+            self.num_rebuilds += 1
+            if self._room.changes is not None:
+                self._note_lost(islice(old.records(), most), self._room.changes)
         self._key_use.suspect_all()
         self._faults.add({"index": 1})
         self._damaged.clear()
+
+    def _note_lost(self, records: Iterator[tuple[bytes, bytes]], changes: Changes) -> None:
+        """Note which of these blocks are not in the index that was made of them."""
+        with suppress(StorageError):  # what a damaged page does not tell stays unknown
+            while names := [name for name, _ in islice(records, TXN_BLOCKS)]:
+                lost = set(names) - self.find(names).keys()
+                changes.leave({name: Left(name, DAMAGED, 0) for name in lost})
 
     @owned_by("thread")
     def stats(self, lifetimes: Lifetimes | None = None) -> StoreStats:

@@ -24,9 +24,11 @@ from tieredkv.storage.stats import NO_STATS, StoreStats
 from tieredkv.tier import (
     HASHES,
     BackingTier,
+    BlockNames,
     ControlRequest,
     Event,
     Gone,
+    Held,
     Lent,
     Loaded,
     LookupDone,
@@ -75,7 +77,8 @@ class StoreClient(BackingTier):
         """
         self.arena = arena
         self.shares: dict[bytes, float] = {}
-        self.names = HASHES
+        self.names: BlockNames = HASHES
+        self._names = Names()  # the same
         self._path, self._wake = options.path, wake
         self._numbers = itertools.count(1)  # of jobs
         self._events: deque[Event] = deque()
@@ -85,6 +88,7 @@ class StoreClient(BackingTier):
         self._deletions: dict[int, tuple[Sequence[bytes], str]] = {}  # by job: blocks and reason
         self._told_shares: dict[bytes, float] | None = None  # to the worker of now
         self._model: ModelIdentity | None = None  # of the engine, once it is loaded
+        self._has_told = False  # whether the worker of now has told which blocks it has
         self._stats = NO_STATS
         self._num_lookups_dropped = self._num_touches_dropped = 0
         self._supervisor = Supervisor(options, arena, self, wake)
@@ -257,7 +261,8 @@ class StoreClient(BackingTier):
 
     def hear_start(self, started: messages.WorkerUp, *, is_restart: bool) -> None:
         """Tell a new worker what the last one did not answer, before all else."""
-        self._stats, self.names = started.stats, Names(started.names_key)
+        self._stats = started.stats
+        self.names = self._names = Names(started.names_key)
         self._told_shares = None
         for job, (hashes, reason) in self._deletions.items():
             self._tell(messages.DeleteCall(job, self.names.hide(hashes), reason))
@@ -281,6 +286,10 @@ class StoreClient(BackingTier):
                     self._events.append(message)
             case messages.DeleteDone(job):
                 self._deletions.pop(job, None)
+            case Held():
+                heads = self._names.fingerprints(message.fingerprints)
+                self._events.append(replace(message, fingerprints=heads))
+                self._has_told = True
             case Gone(names, reason, num_bytes):
                 self._events.append(Gone(self.names.reveal(names), reason, num_bytes))
             case ControlRequest():
@@ -301,3 +310,6 @@ class StoreClient(BackingTier):
         self._events += [answer for _, answer in self._asked.values()]
         self._loans.clear()
         self._asked.clear()
+        if self._has_told:  # what the next worker will have is not known
+            self._events.append(Held(is_first=True))
+            self._has_told = False

@@ -21,7 +21,7 @@ from tieredkv.storage.extents.tenants import Tenants
 from tieredkv.storage.format.record import Extent, Located
 from tieredkv.storage.index.entries import extent_key
 from tieredkv.storage.index.environment import Index
-from tieredkv.storage.index.transaction import TXN_BLOCKS, IndexTxn, Left, batches
+from tieredkv.storage.index.transaction import TXN_BLOCKS, Changes, IndexTxn, batches
 from tieredkv.storage.ownership import owned_by
 
 _ERASING_S = 0.01  # of one step
@@ -41,8 +41,8 @@ class Room:
 
     Attributes:
         tenants: decides whose blocks are evicted.
-        gone: what has left the index since it was taken from here; it may have come back. None if
-            nobody takes it.
+        changes: the blocks that have changed since they were taken from here; None if nobody takes
+            them.
     """
 
     index: Index
@@ -52,7 +52,7 @@ class Room:
     failpoint: Callable[[str], None]
     tenants: Tenants = field(default_factory=Tenants)
     num_evicted: int = 0
-    gone: list[Left] | None = None
+    changes: Changes | None = None
     _lacked_room: bool = False  # whether the disk was too full for the last transaction
 
     def __post_init__(self) -> None:
@@ -88,8 +88,8 @@ class Room:
             raise
         self.allocator.note_committed()
         self.tenants.note(txn)
-        if self.gone is not None:
-            self.gone += txn.gone
+        if self.changes is not None:
+            self.changes.follow(txn.changes)
         self._lacked_room = False
         self._space.measure()
 

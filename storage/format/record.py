@@ -10,6 +10,8 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from tieredkv.errors import CorruptBlockError, StorageError
@@ -224,6 +226,17 @@ def hash_in(data: bytes) -> bytes:
 def namespace_in(data: bytes) -> bytes:
     """Read the namespace of the block from a record."""
     return data[_NAMESPACE_AT : _NAMESPACE_AT + NAMESPACE_BYTES]
+
+
+def heads_in(records: Sequence[bytes], num_bytes: int) -> tuple[bytes, NDArray[np.float64]]:
+    """Read the first bytes of the hashes of blocks, side by side, and when each block expires.
+
+    What is as long as no record is left out; nothing else is checked.
+    """
+    data = b"".join([each for each in records if len(each) == RECORD_BYTES])
+    rows = np.frombuffer(data, np.uint8).reshape(-1, RECORD_BYTES)
+    heads = rows[:, _BLOCK_AT : _BLOCK_AT + num_bytes].tobytes()
+    return heads, np.frombuffer(rows[:, _SEAL_BYTES:_BLOCK_AT].tobytes(), "<f8")
 
 
 def identity_of(record: BlockRecord, codec: int, payload_bytes: int) -> bytes:

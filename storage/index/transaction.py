@@ -5,7 +5,7 @@ module knows databases and their entries, not segment files: extents are numbers
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from heapq import merge
@@ -73,11 +73,41 @@ class Left(NamedTuple):
     extent_bytes: int
 
 
+class Changes:
+    """Which blocks have come, stay until another time, or have gone; of each the last word counts.
+
+    Attributes:
+        held: blocks that are stored, each with its expiry.
+        gone: the entries that were dropped.
+    """
+
+    def __init__(self) -> None:
+        self.held: dict[bytes, float] = {}
+        self.gone: dict[bytes, Left] = {}
+
+    def hold(self, held: Mapping[bytes, float]) -> None:
+        """Note blocks that are stored, or that are kept until another time."""
+        for block_hash in self.gone.keys() & held.keys():
+            del self.gone[block_hash]
+        self.held |= held
+
+    def leave(self, gone: Mapping[bytes, Left]) -> None:
+        """Note blocks that have gone."""
+        for block_hash in self.held.keys() & gone.keys():
+            del self.held[block_hash]
+        self.gone |= gone
+
+    def follow(self, later: "Changes") -> None:
+        """Note what has changed since."""
+        self.hold(later.held)
+        self.leave(later.gone)
+
+
 class IndexTxn:
     """Reads and changes within one transaction; every change of a block updates the counters.
 
     Attributes:
-        gone: the entries that were dropped; their blocks may have got new ones since.
+        changes: the blocks that it has changed.
         emptied: scopes of payload keys that have lost their last block; see `scope_of`.
         growth: by how many bytes the extents of each tenant have grown, negative if they shrank.
             This and `emptied` are known once the transaction is committed.
@@ -85,7 +115,7 @@ class IndexTxn:
     """
 
     def __init__(self, txn: Any, dbs: dict[str, Any], retentions: Retentions) -> None:
-        self.gone: list[Left] = []
+        self.changes = Changes()
         self.emptied: set[bytes] = set()
         self.growth = defaultdict[bytes, int](int)  # not a `Counter`, which takes longer to make
         self.first_orders: dict[bytes, bytes] = {}
@@ -137,15 +167,19 @@ class IndexTxn:
         """Add a block that has no entry."""
         self._put_record(located)
         self._count(located, 1)
+        self.changes.hold({located.record.block_hash: located.record.expires_at})
 
     def replace(self, old: Located, new: Located) -> None:
         """Change retention, recency or hits of a block that stays where it is."""
         self._put_record(new, old)
+        if new.record.expires_at != old.record.expires_at:
+            self.changes.hold({new.record.block_hash: new.record.expires_at})
 
     def remove(self, located: Located, reason: str) -> None:
         """Drop a block's entry and list its extent as pending, to be erased or reused."""
         self._delete("blocks", located.record.block_hash)
-        self.gone.append(Left(located.record.block_hash, reason, located.extent_bytes))
+        block_hash = located.record.block_hash
+        self.changes.leave({block_hash: Left(block_hash, reason, located.extent_bytes)})
         for name, key_of in ORDERS.items():
             self._delete(name, key_of(located.record))
         self._count(located, -1)
@@ -154,7 +188,7 @@ class IndexTxn:
     def remove_damaged(self, block_hash: bytes) -> None:
         """Drop an entry whose fields cannot be trusted; a rebuild finds its extent and keys."""
         self._delete("blocks", block_hash)
-        self.gone.append(Left(block_hash, DAMAGED, 0))
+        self.changes.leave({block_hash: Left(block_hash, DAMAGED, 0)})
         self.meta.needs_rebuild = True
 
     def blocks(self, start: bytes = b"") -> Iterator[tuple[bytes, Located | None]]:

@@ -2,7 +2,8 @@
 
 Each message is one tagged struct, framed by `tieredkv.wire.channel`. This module knows only the
 shapes of messages; `client` and `worker` know who answers what, and when. Here, all hashes of
-blocks and of their parents are names: see `storage.client.names`.
+blocks and of their parents are names: see `storage.client.names`. A `Held` has more bytes of each
+name of an encrypted store, since fewer cannot be turned back.
 """
 
 from typing import Literal
@@ -13,8 +14,11 @@ from tieredkv.hashing import ModelIdentity
 from tieredkv.storage.messages.operator import EngineAnswer, StillBusy
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.stats import Need, StoreStats
-from tieredkv.tier import ControlRequest, Gone, Lent, Loaded, ProbeDone, Stored, TouchItem
+from tieredkv.tier import ControlRequest, Gone, Held, Lent, Loaded, ProbeDone, Stored, TouchItem
 from tieredkv.wire.process import Refused
+
+HIDDEN_HEAD_BYTES = 16
+"""Bytes of a name in the `Held` of an encrypted store."""
 
 IndexStart = Literal["as_it_is", "examined", "set_aside"]
 """What a worker does with the index before it opens it."""
@@ -162,4 +166,4 @@ class Completions(msgspec.Struct, frozen=True, array_like=True, tag="done"):
 
 _Starts = StillBusy | WorkerUp | Looking | IndexSetAside | Refused
 _Answers = LookupAnswer | ProbeDone | Completions | DeleteDone
-WorkerMessage = _Starts | _Answers | Gone | ControlRequest
+WorkerMessage = _Starts | _Answers | Held | Gone | ControlRequest

@@ -12,7 +12,7 @@ payloads. LMDB's readers never wait for its writer, so a commit, a flush to the 
 that takes ten seconds delays no lookup, no load and no answer.
 
 This module knows both threads from their start to their end, and which of them does what. The
-modules `reads`, `writes`, `deletions`, `touches` and `operators` know how it is done.
+modules `reads`, `writes`, `deletions`, `touches`, `telling` and `operators` know how it is done.
 All keep one order of steps: bytes are written before the index changes, and the index changes
 before an answer is sent. The service knows the engine only as the other end of a channel; it knows
 neither models nor what a payload means.
@@ -23,7 +23,6 @@ import math
 import os
 import selectors
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -34,7 +33,6 @@ from msgspec.structs import replace
 
 from tieredkv.errors import StorageError
 from tieredkv.storage.format.record import Located
-from tieredkv.storage.index.transaction import Left, batches
 from tieredkv.storage.lifetimes import RATE_SPAN_S
 from tieredkv.storage.messages import engine as messages
 from tieredkv.storage.messages.operator import Delete, EngineAnswer
@@ -49,9 +47,10 @@ from tieredkv.storage.worker.pace import WriteLimit, WriteShare
 from tieredkv.storage.worker.reads import Reads
 from tieredkv.storage.worker.socket import ControlServer
 from tieredkv.storage.worker.steps import count_others
+from tieredkv.storage.worker.telling import Telling
 from tieredkv.storage.worker.touches import GatheredTouches
 from tieredkv.storage.worker.writes import Writes
-from tieredkv.tier import ControlRequest, Gone
+from tieredkv.tier import ControlRequest
 from tieredkv.wire.arena import HostArena
 from tieredkv.wire.channel import FrameChannel
 
@@ -103,6 +102,15 @@ class StoreService:
         self._sweep: Iterator[None] | None = None  # the steps of the sweep under way
         self._sweep_at = 0.0  # at once: blocks may have expired while no worker ran
         self._look_at = 0.0
+        self._telling = Telling(
+            store,
+            self._changes,
+            self._log,
+            is_read=lambda: not channel.has_queued,
+            # Sent by the front thread, after all that it was handed before.
+            tell=lambda told: self._front.hand(partial(self._tell_engine, told)),
+            is_on=options.tells_blocks,
+        )
         self._is_over = Event()
         self._has_all = Event()  # set when the front thread hands over nothing more
         self._stats = store.stats()  # as of the last turn; the front thread reads them too
@@ -306,7 +314,8 @@ class StoreService:
     def _turn(self) -> None:
         sweep_in_s = max(0.0, self._sweep_at - time.monotonic())
         is_due = self._touches.are_due or self._sweep is not None
-        self._changes.wait(0.0 if is_due else min(_TICK_S, sweep_in_s, self._writes.wait_s))
+        waits_s = (_TICK_S, sweep_in_s, self._writes.wait_s, self._telling.wait_s)
+        self._changes.wait(0.0 if is_due else min(waits_s))
         if (now := time.monotonic()) >= self._look_at:  # each transaction looks as well
             self._look_at = now + _TICK_S
             self._parts.folder.check_place()
@@ -315,13 +324,14 @@ class StoreService:
         stored = self._writes.take_ended()
         if stored or self._stats.store_error != self._told_error:
             self._told_error = self._stats.store_error
+            self._telling.tell_held()
             # Sent by the front thread, so that counters never go back.
             done = messages.Completions([*stored], self._stats)
             self._front.hand(lambda: self._tell_engine(done))
         if self._touches.are_due:
             self._flush_touches()
         self._step_sweep()
-        self._tell_gone()
+        self._telling.step()
 
     @property
     def _has_changes(self) -> bool:
@@ -345,17 +355,6 @@ class StoreService:
         if call.shares is not None:
             self._store.keep_shares(call.shares)
         self._writes.add(call.pages)
-
-    def _tell_gone(self) -> None:
-        """Have the front thread tell which blocks have left, after it told what was stored."""
-        left = defaultdict[str, list[Left]](list)
-        for each in self._log.attempt("gone", self._store.take_gone) or []:
-            left[each.reason].append(each)
-        for reason, blocks in left.items():
-            for some in batches(blocks):
-                num_bytes = sum(each.extent_bytes for each in some)
-                gone = Gone([each.block_hash for each in some], reason, num_bytes)
-                self._front.hand(partial(self._tell_engine, gone))
 
     def _flush_touches(self) -> None:
         """Write some of the gathered touches; a long list takes several turns."""

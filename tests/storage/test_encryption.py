@@ -502,7 +502,7 @@ def test_the_engine_knows_hashes_and_the_disk_only_names(harness: Harness, tmp_p
     for record in chain:
         assert record.block_hash not in data
         assert payload_of_hash(record.block_hash)[:32] not in data
-    box = Mailbox(harness.open(**options, tells_gone=True))
+    box = Mailbox(harness.open(**options, tells_blocks=True))
     box.client.touch([TouchItem(hashes[0], time.time())])
     box.client.probe(hashes)
     (probed,) = box.take(ProbeDone)

@@ -16,7 +16,7 @@ def test_a_store_tells_of_deleted_bad_evicted_and_expired_blocks_and_why_they_le
 ) -> None:
     clock = FakeClock()
     records = [make_record(f"block {number}") for number in range(5)]
-    with open_store(tmp_path / "store", clock, tells_gone=True) as store:
+    with open_store(tmp_path / "store", clock, tells_blocks=True) as store:
         put(store, *records)
         assert store.take_gone() == []
         first, second, *others = [record.block_hash for record in records]
@@ -39,7 +39,7 @@ def test_a_store_tells_of_deleted_bad_evicted_and_expired_blocks_and_why_they_le
 
 def test_a_block_that_came_back_is_not_gone(tmp_path: Path) -> None:
     record = make_record("block")
-    with open_store(tmp_path / "store", tells_gone=True) as store:
+    with open_store(tmp_path / "store", tells_blocks=True) as store:
         put(store, record)
         store.drop([record.block_hash], "test")
         put(store, record)
@@ -53,14 +53,14 @@ def test_a_store_notes_nothing_unless_it_is_asked_to(tmp_path: Path) -> None:
     with open_store(tmp_path / "store") as store:
         put(store, make_record("block"))
         evict(store, EvictFilter(all=True))
-        assert store.room.gone is None
+        assert store.room.changes is None
         assert store.take_gone() == []
 
 
 def test_a_worker_tells_of_what_it_evicts_after_it_told_that_it_was_stored(
     harness: Harness,
 ) -> None:
-    client = harness.open(budget_bytes=2 << 20, tells_gone=True)
+    client = harness.open(budget_bytes=2 << 20, tells_blocks=True)
     mail, held = Mailbox(client), set[bytes]()
     for number in range(6):
         chain = make_chain(f"chain {number}", 16)

@@ -22,6 +22,7 @@ from tieredkv.tier import (
     BlockLife,
     ControlRequest,
     Gone,
+    Held,
     Lent,
     Loaded,
     LookupDone,
@@ -110,7 +111,7 @@ class Write:
     reason: str = ""
 
 
-Told = Read | Write | LookupDone | ProbeDone | Gone | Restarted | ControlRequest
+Told = Read | Write | LookupDone | ProbeDone | Held | Gone | Restarted | ControlRequest
 """A read or a write that has ended, or something else that the store has told."""
 
 

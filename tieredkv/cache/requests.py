@@ -32,6 +32,7 @@ from tieredkv.cache.hits import Hits
 from tieredkv.cache.lookups import ANSWER_S, Lookups
 from tieredkv.cache.operations import Operations
 from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.presence import Presence
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.restores import RequestProgress
 from tieredkv.cache.room import Room
@@ -39,7 +40,7 @@ from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers
 from tieredkv.cache.touches import Touches
 from tieredkv.errors import IntegrityError
-from tieredkv.tier import ControlRequest, Gone, LookupDone, Restarted
+from tieredkv.tier import ControlRequest, Gone, Held, LookupDone, Restarted
 from tieredkv.types import BlockHash, Progress, Tier, ignore_progress
 
 __all__ = ["Admission", "Drained", "RequestProgress", "TieredCache"]
@@ -108,6 +109,7 @@ class TieredCache:
         self._touches = Touches(tiers, self._demoter)
         self._drainer = Drainer(tiers, self._demoter, self.poll)
         self._lookups = Lookups(tiers)
+        self._presence = Presence()
         self._hits = Hits(tiers, self._restores)
         self._expiry = Expiry(tiers)
         self._room = Room(tiers, self._promoter, self._demoter, self._hits.readable, self.poll)
@@ -116,7 +118,8 @@ class TieredCache:
             LookupDone: self._on_lookup_done,
             Read: self._promoter.on_read,
             Write: self._demoter.on_written,
-            Gone: lambda gone: tiers.events.note_gone(gone.hashes),
+            Held: self._presence.take,
+            Gone: self._on_gone,
             Restarted: lambda _: self._forget_disk(),
             ControlRequest: self.operations.note_asked,
         }
@@ -570,6 +573,10 @@ class TieredCache:
             if self.num_free < len(prefix.hashes):
                 self._touches.keep_on_disk(event.found)
             self._hits.prefetch(prefix)
+
+    def _on_gone(self, gone: Gone) -> None:
+        self._presence.discard(gone.hashes)
+        self._tiers.events.note_gone(gone.hashes)
 
     def _forget_disk(self) -> None:
         """Count no block as being on disk, since another worker has started."""

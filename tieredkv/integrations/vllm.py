@@ -176,7 +176,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
                 folder,
                 settings,
                 element_bytes=DTYPE_BYTES.get(told.model.dtype, 2),
-                tells_gone=is_announcing,
+                tells_blocks=is_announcing,
             )
             self._rows = RowStore(
                 lambda wake: StoreClient(options, arena, wake=wake),
