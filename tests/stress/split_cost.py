@@ -94,7 +94,7 @@ class Counted(PromptTimes):
 def planner(times: type[PromptTimes] = PromptTimes) -> Planner:
     """Return a planner that finds everything busy, and others that wait for the device."""
     prompt = times(STEPS, 2048)
-    return Planner(LINKS, prompt, BLOCK_SIZE, 0.01, least_tokens=200, is_shared=True)
+    return Planner(LINKS, prompt, BLOCK_SIZE, 0.01, least_tokens=200)
 
 
 def num_calls(asked: Demand) -> int:

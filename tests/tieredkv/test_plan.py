@@ -299,20 +299,6 @@ def test_what_ram_has_is_loaded_also_where_the_disk_is_not_worth_it() -> None:
     assert split.steady_block < 100
 
 
-@pytest.mark.parametrize("num_disk", [0, 700])
-def test_others_that_need_the_device_make_computing_what_ram_has_dear(num_disk: int) -> None:
-    demand = head_in_ram(2000, num_disk)
-    heads = {}
-    for up_GBps in (1.0, 50.0):
-        links = LinkState(up_GBps * 1e9, BLOCK_BYTES, is_steady=True), LinkState(2e9, BLOCK_BYTES)
-        for is_shared in (False, True):
-            plan = Planner(links, seconds, SIZE, least_tokens=128, is_shared=is_shared)
-            heads[up_GBps, is_shared] = plan.split(demand).steady_block
-    assert heads[50.0, False] > 100, "alone, the device has nothing else to do"
-    assert heads[50.0, True] == 0
-    assert heads[1.0, True] > 500, "a copy of a block takes five times as long as computing it"
-
-
 @pytest.mark.parametrize(
     ("indices", "found"),
     [([], []), ([3], [(3, 4)]), ([0, 1, 2, 5, 7, 8], [(0, 3), (5, 6), (7, 9)])],

@@ -10,9 +10,6 @@ where other links load for the request too. Blocks at the head of a prefix are t
 evicted, so that host memory often holds the head of what only the disk has besides. Without this,
 that head would be computed, since computing comes from there.
 
-While others wait for the device, its time has a price: what a steady link has is computed only if
-that makes the request faster by more than it makes the others slower.
-
 Requests share the device and the links. They are planned in the order in which they are served:
 each finds the device and the links busy with the requests before it. So device and links meet in
 one request, and both go on to the next.
@@ -32,6 +29,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from tieredkv.cache.gaps import Gaps
@@ -157,7 +155,6 @@ class Planner:
         block_size: tokens a block.
         busy_s: seconds for which the device is busy with what it was given.
         least_tokens: a step with fewer tokens costs hardly less, so that none is planned.
-        is_shared: whether more than one request needs the device.
         is_cpu: whether the device is the processor, which also moves the blocks: it computes
             nothing meanwhile.
     """
@@ -167,7 +164,6 @@ class Planner:
     block_size: int
     busy_s: float = 0.0
     least_tokens: int = 1
-    is_shared: bool = False
     is_cpu: bool = False
     _free_s: list[float] = field(init=False)
 
@@ -183,7 +179,7 @@ class Planner:
         best = case.best()
         if case.others and any([each.indices for each in case.steady]):
             options = [best, *self._options(case)]
-            best = min(options, key=lambda each: each.done_s + case.price_s(each.steady_block))
+            best = min(options, key=attrgetter("done_s"))
         for load in demand.loads:
             block = best.steady_block if self.is_steady(load) else best.block
             self._occupy(self._free_s, load, block)
@@ -326,17 +322,7 @@ class _Case:
                 splits = [simple]
                 if only_steady and all_computed.done_s < (1 - MIN_GAIN) * simple.done_s:
                     splits.append(all_computed)  # which takes no further step
-        return min(splits, key=lambda each: each.done_s + self.price_s(each.block))
-
-    def price_s(self, block: int) -> float:
-        """Return for how long others wait for the blocks before `block` that steady links have."""
-        if block <= self.first or not (self.steady and self.planner.is_shared):
-            return 0.0
-        num_computed = sum([bisect_left(each.indices, block) for each in self.steady])
-        if not num_computed:
-            return 0.0
-        compute_s = self.compute_s(block * self.planner.block_size)
-        return compute_s * num_computed / (block - self.first)
+        return min(splits, key=attrgetter("done_s"))
 
     def _lead_s(self, block: int) -> float:
         """Return how much sooner the tail has arrived than the head is computed."""

@@ -29,7 +29,6 @@ class LoggedPlan(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     busy_s: float
     least_tokens: int
-    is_shared: bool
     is_cpu: bool = False
     times: StepTimes
     chunk: int
@@ -48,7 +47,6 @@ def before(planner: Planner, rate: ComputeRate, demands: Sequence[Demand]) -> Lo
         block_size=planner.block_size,
         busy_s=planner.busy_s,
         least_tokens=planner.least_tokens,
-        is_shared=planner.is_shared,
         is_cpu=planner.is_cpu,
         times=rate.times,
         chunk=rate.chunk,
@@ -76,7 +74,6 @@ def replay(text: str) -> tuple[LoggedPlan, list[Split]]:
         block_size=logged.block_size,
         busy_s=logged.busy_s,
         least_tokens=logged.least_tokens,
-        is_shared=logged.is_shared,
         is_cpu=logged.is_cpu,
     )
     return logged, [planner.split(demand) for demand in logged.demands]

@@ -171,7 +171,7 @@ class Promoter:
             prefix: of the request.
             in_host: indices of its blocks that host memory has and VRAM lacks, ascending.
         """
-        tiers, planner = self._tiers, self.planner(0.0, time.monotonic(), is_shared=True)
+        tiers, planner = self._tiers, self.planner(0.0, time.monotonic())
         num_tokens = len(prefix.hashes) * tiers.block_size + 1
         copy_s = len(in_host) * tiers.payload_bytes / planner.links[HOST].bytes_per_s
         if tiers.restore != "auto" or copy_s <= planner.compute(0, num_tokens):
@@ -192,8 +192,7 @@ class Promoter:
         self, demands: Sequence[tuple[Demand, Restore | None]], busy_s: float
     ) -> list[Split]:
         now = time.monotonic()
-        is_shared = len(demands) > 1 or self._tiers.compute_rate.num_read_beside > 0
-        planner = self.planner(busy_s, now, is_shared=is_shared)
+        planner = self.planner(busy_s, now)
         logged = None
         if logger.isEnabledFor(logging.DEBUG):
             logged = plan_log.before(planner, self._tiers.compute_rate, [it for it, _ in demands])
@@ -209,7 +208,7 @@ class Promoter:
             self._probe_copies(now)
         return splits
 
-    def planner(self, busy_s: float, now: float, *, is_shared: bool = False) -> Planner:
+    def planner(self, busy_s: float, now: float) -> Planner:
         """Return a planner that knows what the device and the links are busy with."""
         tiers = self._tiers
         up = self._device_link.up_state(self._tiers.num_promoting, now)
@@ -222,7 +221,6 @@ class Promoter:
             block_size=tiers.block_size,
             busy_s=busy_s,
             least_tokens=tiers.compute_rate.least_tokens,
-            is_shared=is_shared,
             is_cpu=tiers.is_cpu,
         )
 
