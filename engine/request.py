@@ -148,7 +148,7 @@ class Request:
             if index < len(sources) and (source := sources[index]) is not None:
                 counts[source] -= num_tokens
         missed = [index for index, source in enumerate(sources) if source is None]
-        overtaken = [*filter(prefix.was_computed_sooner, missed)]
+        overtaken = prefix.computed_sooner(missed)
         loaded = [it for it, source in enumerate(sources) if source in (Tier.HOST, Tier.DISK)]
         split = overtaken[-1] + 1 if overtaken else loaded[0] if loaded else None
         first = min(set(missed).difference(overtaken) or missed, default=None)

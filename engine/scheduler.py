@@ -360,8 +360,7 @@ class Scheduler:
                     break
                 request = passing
             num_admitted_tokens += request.num_tokens
-            origins = request.prefix.origins()
-            num_cached = self.block_size * (len(origins) - origins.count(None))
+            num_cached = self.block_size * request.prefix.num_expected
             request.num_uncached_tokens = max(1, request.num_tokens - num_cached)
             if not self._is_long(request):
                 self._quick.note_admitted(request.asked.tenant)

@@ -31,7 +31,9 @@ def test_a_row_finds_what_a_list_would(states: list[State], begin: int, end: int
     assert [*row.there] == [*stretches(there)]
     assert [*row.lacking] == sorted({*range(len(states))}.difference(there))
     awaited = [State.COMING, State.SHARED, State.COMPUTE, *LOADABLE]
-    assert row.awaited == [index for index, each in enumerate(states) if each in awaited]
+    assert [*row.awaited] == [index for index, each in enumerate(states) if each in awaited]
+    assert [*row.states] == states
+    assert [row.count(state) for state in State] == [states.count(state) for state in State]
 
 
 @given(states=STATES, changes=st.lists(st.tuples(st.integers(0, 39), st.sampled_from(State))))

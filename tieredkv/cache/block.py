@@ -43,7 +43,8 @@ class Block:
         ref_count: number of users; 0 means that it is in the free list.
         pin_count: number of copies that read the content; above 0 its memory is not reused.
         block_hash: identity of the content, None for a private or an empty block.
-        content: how far it has come; the pool's `fill` and the methods below change it.
+        is_ready: whether a step can begin with the content, as it is early or ready. A hashed block
+            that is not is being filled. It is kept beside `content`, since it is asked so often.
         last_step: the last step that may use its memory, but for those of its present users.
         source: the slower tier that its content came from, or may come from; None if a request
             computed it, or has to, and of a page whose content was copied to VRAM.
@@ -56,37 +57,42 @@ class Block:
     ref_count: int = 0
     pin_count: int = 0
     block_hash: BlockHash | None = field(default=None, repr=False)  # no log may show it
-    content: Content = Content.EMPTY
+    is_ready: bool = False
     last_step: int = 0
     source: Tier | None = None
     tenant: bytes = b""
     part: "Part | None" = field(default=None, repr=False)
     rank: int = 0
+    _content: Content = Content.EMPTY
 
     @property
-    def is_ready(self) -> bool:
-        """Whether a step can begin with the content; a hashed block that is not is being filled."""
-        return self.content >= _EARLY
+    def content(self) -> Content:
+        """How far its content has come; the pool's `fill` and the methods below change it."""
+        return self._content
+
+    @content.setter
+    def content(self, content: Content) -> None:
+        self._content, self.is_ready = content, content >= _EARLY
 
     @property
     def is_whole(self) -> bool:
         """Whether the bytes of all layers are there, so that the content may be copied."""
-        return self.content == _READY
+        return self._content == _READY
 
     @property
     def is_open(self) -> bool:
         """Whether nothing fills it yet, so that it may still be computed or loaded."""
-        return self.content == _EMPTY
+        return self._content == _EMPTY
 
     @property
     def is_copying(self) -> bool:
         """Whether a copy into it is under way; it is held until that has ended."""
-        return self.content in (_COPYING, _EARLY)
+        return self._content in (_COPYING, _EARLY)
 
     def begin_compute(self) -> None:
         """Note that a step computes some of its tokens."""
-        if self.content == _EMPTY:
-            self.content = _COMPUTING
+        if self._content == _EMPTY:
+            self._content = _COMPUTING
 
     def begin_copy(self) -> None:
         """Note that it is filled from a slower tier from now on.
@@ -94,10 +100,10 @@ class Block:
         Raises:
             IntegrityError: something else fills it already.
         """
-        if self.content != _EMPTY:
+        if self._content != _EMPTY:
             raise IntegrityError(f"{self} has two writers")
-        self.content = _COPYING
+        self._content = _COPYING
 
     def clear(self) -> None:
         """Note that its memory holds nothing."""
-        self.content, self.source = _EMPTY, None
+        self._content, self.is_ready, self.source = _EMPTY, False, None

@@ -3,7 +3,7 @@
 import sys
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -97,11 +97,19 @@ class Prefix:
         origins: list[Tier | None] = [Tier.DEVICE] * len(self.row)
         for index in self.row.indices(State.COMPUTED):
             origins[index] = None
+        blocks, states = self.blocks, self.row.states
         for index in self.row.awaited:
-            block = self.blocks[index]
-            is_to_come = block.is_ready or self.row[index] == State.SHARED
-            origins[index] = block.source or (Tier.DEVICE if is_to_come else None)
+            block = blocks[index]
+            if (source := block.source) is not None:
+                origins[index] = source
+            elif not block.is_ready and states[index] != State.SHARED:
+                origins[index] = None
         return origins
+
+    @property
+    def num_expected(self) -> int:
+        """How many blocks the request does not have to compute, or not necessarily."""
+        return len(self.row) - self.row.count(State.COMPUTE)
 
     def check(self) -> None:
         """Raise IntegrityError if a state of an admitted request contradicts its block or page."""
@@ -138,9 +146,10 @@ class Prefix:
         ends = range(len(self.hashes) + 1) if self.read_ends is None else self.read_ends
         return hit_end(self.groups, missing, ends)
 
-    def was_computed_sooner(self, index: int) -> bool:
-        """Return whether a block was computed though a slower tier had it, to have it sooner."""
-        return self.row.lost.get(index) == COMPUTED_SOONER
+    def computed_sooner(self, indices: Iterable[int]) -> list[int]:
+        """Return which blocks were computed though a slower tier had them, to have them sooner."""
+        lost = self.row.lost
+        return [index for index in indices if lost.get(index) == COMPUTED_SOONER] if lost else []
 
     def has_at(self, index: int, block_hash: BlockHash) -> bool:
         """Return whether this is the block at an index of the chain."""

@@ -176,13 +176,19 @@ class Row:
         return _where(np.frombuffer(bytes(self._states), np.uint8) > State.COMING)
 
     @property
-    def awaited(self) -> list[int]:
-        """Blocks that were not found, and that the request has not computed itself."""
-        return [
-            index
-            for index, state in enumerate(self._states)
-            if State.FOUND < state < State.COMPUTED
-        ]
+    def awaited(self) -> Sequence[int]:
+        """Blocks that were not found, and that the request has not computed itself, ascending."""
+        states = np.frombuffer(bytes(self._states), np.uint8)
+        return _where((states > State.FOUND) & (states < State.COMPUTED))
+
+    @property
+    def states(self) -> bytes:
+        """The states of all blocks, as they are now."""
+        return bytes(self._states)
+
+    def count(self, state: State) -> int:
+        """Return how many blocks are in a state."""
+        return self._states.count(state)
 
 
 def _where(is_so: NDArray[np.bool_]) -> Sequence[int]:

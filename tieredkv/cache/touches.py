@@ -60,13 +60,14 @@ class Touches:
 
     def _touch(self, prefix: Prefix, indices: range) -> None:
         tiers, hashes, now = self._tiers, prefix.hashes, self._tiers.clock.now()
+        states = prefix.row.states
         if not indices.start and prefix.read_ends is not None:  # shared blocks, computed again
             tiers.device.touch(hashes)
         for claim, part in prefix.by_claim(indices):
             entries = list[Entry]()
             for index in part:
                 if (entry := tiers.catalog.get(hashes[index])) is not None:
-                    entry.hits += prefix.row[index] != State.COMPUTED
+                    entry.hits += states[index] != State.COMPUTED
                     entries.append(entry)
             tiers.catalog.claim(entries, claim.retentions, now, claim.pinned_until)
             on_disk = [entry for entry in entries if entry.is_on_disk]
