@@ -219,8 +219,6 @@ class EngineCore:
 
     def _issue(self) -> None:
         """Issue the next step; while the device computes it, take in the tokens of the last one."""
-        waiting = self.scheduler.waiting
-        self._await_answers(lambda: self.cache.answers_until(len(waiting)))
         rows = self._launched.rows if self._launched is not None else ()
         must_see = any(row.request.sampler.needs_history for row in rows)
         if must_see or self.scheduler.is_short:  # else it runs ahead
@@ -234,25 +232,6 @@ class EngineCore:
         self.cache.pump()
         self._is_issued = bool(scheduled)
         self._is_stalled = not (scheduled or has_room or self.scheduler.is_short)
-
-    def _await_answers(self, until: Callable[[], float]) -> None:
-        """Take in what the disk has of requests, and wait a moment for it.
-
-        Args:
-            until: returns until when (monotonic) open lookups are worth waiting for; 0.0 if there
-                are none.
-        """
-        has_waited = False
-        while give_up_at := until():
-            if is_open := (left_s := give_up_at - time.monotonic()) > 0:
-                self._wake.wait(left_s)
-                self._wake.clear()
-                has_waited = True
-            self.cache.poll()
-            if not is_open:
-                break
-        if has_waited:
-            self._wake.set()  # it may have been meant for the caller
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a `wake`, for a copy that ends, or for the timeout; return at once if busy."""
@@ -350,7 +329,6 @@ class EngineCore:
 
     def _complete(self, scheduled: list[ScheduledRow]) -> None:
         """Do the work on a step that needs none of its tokens."""
-        self._await_answers(self.cache.late_answers_until)
         for row in scheduled:
             self.scheduler.complete(row)
         self.scheduler.predict(self._timer.busy_s)

@@ -439,7 +439,6 @@ class Scheduler:
         if prefix.read_ends is not None:  # it may resume where it was preempted
             prefix.read_ends.append(request.num_computed_tokens // self.block_size)
         self.cache.release(prefix)
-        prefix.records.clear()
         num_full = request.num_tokens // self.block_size
         prefix.hashes.extend(self._hash_behind(request, num_full))
         request.touched_at = 0.0

@@ -37,6 +37,7 @@ from tieredkv.tier import (
     BlockLife,
     Event,
     Gone,
+    Held,
     Lent,
     Loaded,
     LookupDone,
@@ -125,6 +126,7 @@ class FakeStore(FakeTier):
         is_down: Whether lookups miss and jobs fail at once.
         reason: Why all jobs fail; empty while they succeed.
         tells_gone: Whether it tells of blocks that leave it.
+        tells_held: Whether it tells of blocks that it has; see `tell_all`.
         asked, loaded, stored, touched, deleted: What the cache has asked for, in order.
     """
 
@@ -140,7 +142,7 @@ class FakeStore(FakeTier):
         self.is_held = False
         self.is_down = False
         self.reason = ""
-        self.tells_gone = False
+        self.tells_gone = self.tells_held = False
         self.asked: list[bytes] = []
         self.loaded: list[BlockHash] = []
         self.stored: list[BlockHash] = []
@@ -221,6 +223,7 @@ class FakeStore(FakeTier):
             assert payload == payload_of(block_hash), "a page on loan was reused"
             if not reason:
                 self.blocks[block_hash] = job.page.record, payload
+                self._tell_held(job.page.record)
             self.told.append(Stored(page_id, reason, is_held_back, written_at))
             return
         record, payload = self.blocks.get(block_hash, (None, b""))
@@ -231,13 +234,28 @@ class FakeStore(FakeTier):
         life = BlockLife.of(record) if record is not None and not reason else None
         self.told.append(Loaded(page_id, reason, life, time.monotonic()))
 
+    def tell_all(self, *, is_whole: bool = True) -> None:
+        """Tell all blocks, and from now on those that come and go."""
+        self.tells_gone = self.tells_held = True
+        self.told.append(Held(is_first=True))
+        self._tell_held(*(record for record, _ in self.blocks.values()))
+        self.told.append(Held(is_whole=is_whole))
+
+    def _tell_held(self, *records: BlockRecord) -> None:
+        if self.tells_held:
+            self.told.append(Held.of({it.block_hash: it.expires_at for it in records}))
+
     def state(self) -> TierState:
         return TierState(not self.is_down, self.reason, room_bytes=0)
 
     def restart_empty(self) -> None:
         """Come back as a new worker with an empty store."""
         self.blocks.clear()
+        if self.tells_held:
+            self.told.append(Held(is_first=True))
         self.told.append(Restarted())
+        if self.tells_held:
+            self.tell_all()
 
     def put(self, name: str, length: int, *, age_s: float = 0.0, retention: str = "24h") -> None:
         """Put a chain on disk as if an earlier process had stored it."""
@@ -247,6 +265,7 @@ class FakeStore(FakeTier):
     def put_block(self, record: BlockRecord) -> None:
         """Put one block on disk with its right bytes."""
         self.blocks[BlockHash(record.block_hash)] = record, payload_of(record.block_hash)
+        self._tell_held(record)
 
     def check(self) -> None:
         pages = [job.page.page_id for job in self.jobs]
@@ -524,7 +543,7 @@ class Rig:
     def run_without_disk(self, name: str, length: int, retention: str = "24h") -> int:
         """Serve a request as `run` does, but without asking the disk, which may hang."""
         prefix = self.prefix(name, length, retention)
-        prefix.records.update(dict.fromkeys(prefix.hashes))
+        self.pass_over_disk(prefix)
 
         def is_admitted() -> bool:
             if self.admit(prefix):
@@ -534,6 +553,10 @@ class Rig:
 
         wait_until(is_admitted, "never admitted")
         return self.finish(prefix)
+
+    def pass_over_disk(self, prefix: Prefix) -> None:
+        """Have the disk not asked about a request, as if it had answered that it has nothing."""
+        self.cache._lookups._asked[prefix] = {*prefix.hashes}
 
     def evict(self, is_wanted: ChooseBlock) -> int:
         """Evict blocks from VRAM and host memory; return how many copies."""

@@ -46,7 +46,7 @@ from tieredkv.kernels.copies import BlockCopier
 from tieredkv.steps import pairs
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.worker.pace import WRITE_SHARE
-from tieredkv.tier import BlockLife, Event, Lent, Loaded, LookupDone, Stored, TouchItem
+from tieredkv.tier import BlockLife, Event, Gone, Held, Lent, Loaded, LookupDone, Stored, TouchItem
 from tieredkv.types import BlockId, BlockRecord, PageId
 
 WALL_TIME = 1_800_000_000.0
@@ -346,8 +346,8 @@ class _Queue:
 class Disk(FakeTier):
     """The disk tier: a table of records, and one device that reads and writes.
 
-    While there are reads, writes get their share (`write_share`). The block used the longest ago is
-    evicted for room.
+    It tells which blocks it has. While there are reads, writes get their share (`write_share`). The
+    block used the longest ago is evicted for room.
 
     Attributes:
         records: of the blocks that it holds, the one used the longest ago first.
@@ -364,6 +364,7 @@ class Disk(FakeTier):
         self._reads, self._writes = _Queue(StoreOptions(path="").num_readers), _Queue(1)
         self._at = device.time.now
         self.bytes_read = self.bytes_written = 0
+        self._add_event(self._at, Held(is_first=True, is_whole=True))
 
     @property
     def GBps(self) -> float:
@@ -426,9 +427,11 @@ class Disk(FakeTier):
 
     def _finish_write(self, page: Lent) -> None:
         while len(self.records) >= self._num_blocks:
-            self.records.popitem(last=False)
-        self.records[page.block_hash] = page.record
+            block_hash, record = self.records.popitem(last=False)
+            self._add_event(self._at, Gone([block_hash], "capacity", record.size_bytes))
+        record = self.records[page.block_hash] = page.record
         self.bytes_written += page.size_bytes
+        self._add_event(self._at, Held.of({page.block_hash: record.expires_at}))
         event = Stored(page.page_id, "", is_held_back=bool(self._reads.pages), ended_at=self._at)
         self._add_event(self._at, event)
 
@@ -462,7 +465,9 @@ class Disk(FakeTier):
 
     def delete(self, hashes: Sequence[bytes], reason: str) -> None:
         for block_hash in hashes:
-            self.records.pop(block_hash, None)
+            if (record := self.records.pop(block_hash, None)) is not None:
+                gone = Gone([block_hash], reason, record.size_bytes)
+                self._add_event(self._device.time.now, gone)
 
     def poll(self) -> list[Event]:
         self._advance()

@@ -1,24 +1,24 @@
 """The order in which the engine issues steps and collects their outputs."""
 
 import gc
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.prompts import prompt
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_until
 from tieredkv import LLM, SamplingParams
 from tieredkv.cache import lookups
-from tieredkv.cache.link_rate import LinkRate
 from tieredkv.engine import core, quick_tenants
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import TokenOutput
 from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.tier import Lent
+from tieredkv.types import Tier
 
 
 def test_the_python_api_leaves_the_callers_garbage_collector_alone(
@@ -214,30 +214,25 @@ def test_logits_are_the_caller_s_to_keep_though_the_next_step_was_issued(
     assert [int(row.argmax()) for row in told] == output.token_ids
 
 
-@pytest.mark.parametrize("issue_s", [0.0, 1.0])
-def test_the_disk_is_asked_before_a_step_only_if_issuing_that_takes_long(
-    issue_s: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_once_the_disk_has_told_what_it_has_no_request_asks_for_it(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"device_size": "32MiB", "host_size": "8MiB", "disk_size": "64MiB"}
-    with LLM("tiny-random", disk_dir=str(tmp_path / "store"), **sizes) as llm:
-        engine, order = llm.core, list[str]()
-        tiers, runner, ask = engine.parts.tiers, engine._runner, engine.cache._lookups.ask
-        tiers.disk_link.read_rate = LinkRate(1e-3, learnt_at=time.monotonic())  # nothing is loaded
-        execute = runner.execute
-
-        def note_ask(*args: Any) -> None:
-            order.append("asked")
-            ask(*args)
-
-        def note_issue(*args: Any) -> Any:
-            order.append("issued")
-            return execute(*args)
-
-        monkeypatch.setattr(engine.cache._lookups, "ask", note_ask)
-        monkeypatch.setattr(runner, "execute", note_issue)
-        monkeypatch.setattr(engine._timer, "issue_s", lambda _: issue_s)
+    sizes |= {"disk_dir": str(tmp_path / "store"), "retention": "24h", "restore": "load"}
+    with LLM("tiny-random", **sizes) as llm:
         llm.serve([llm.make_request(list(range(40)), SamplingParams(max_tokens=1))])
-    assert order[:2] == (["asked", "issued"] if issue_s else ["issued", "asked"])
+    with LLM("tiny-random", **sizes) as llm:
+        tiers, asked = llm.core.parts.tiers, list[int]()
+        assert tiers.store is not None
+
+        def is_told() -> bool:
+            llm.core.step()
+            return tiers.presence.is_whole
+
+        wait_until(is_told)
+        with mock.patch.object(tiers.store, "lookup", asked.append):
+            (answer,) = llm.serve([llm.make_request(list(range(40)), SamplingParams(max_tokens=1))])
+        assert answer.usage is not None
+        assert answer.usage.cached_tokens_by_tier[Tier.DISK] > 0
+        assert asked == []
 
 
 def test_a_part_of_a_block_that_another_request_completes_first_does_not_count_as_cached() -> None:

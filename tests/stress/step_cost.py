@@ -43,10 +43,10 @@ from tieredkv.engine.sampler import SamplerState
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.engine.scheduler import Scheduler
 from tieredkv.retention import RetentionPolicies
-from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
+from tieredkv.storage.format.record import Retentions
 from tieredkv.storage.messages.engine import StoreCall
-from tieredkv.tier import Event, Lent, LookupDone, Restarted, Stored, TouchItem
-from tieredkv.types import BlockHash, BlockRecord, Progress, tracked
+from tieredkv.tier import Event, Held, Lent, Restarted, Stored, TouchItem
+from tieredkv.types import BlockHash, Progress, tracked
 
 BLOCK_BYTES = 8
 PROMPT_BLOCKS = 512
@@ -119,6 +119,8 @@ class _Engine:
             device_reserve_blocks=1024,
         )
         self.cache = TieredCache(self.tiers)
+        self.worker.tell(Held(is_first=True, is_whole=True))
+        self.cache.poll()
         self.scheduler = Scheduler(
             cache=self.cache,
             block_size=16,
@@ -142,9 +144,8 @@ class _Engine:
         return Prefix(ROOT, tenant, self.chain(num_blocks), claims=kept_by(retention))
 
     def compute(self, num_blocks: int, retention: str = "24h", tenant: bytes = b"") -> Prefix:
-        """Compute a new chain that stays in use. The disk is not asked for it."""
+        """Compute a new chain, which stays in use and which the disk does not have."""
         prefix = self.prefix(num_blocks, retention, tenant)
-        prefix.records.update(dict.fromkeys(prefix.hashes))
         for _ in range(100_000):
             if self.cache.admit(prefix, num_blocks):
                 break
@@ -170,7 +171,6 @@ class _Engine:
             tenant=tenant,
         )
         prefix = self.prefix(num_tokens // 16, "in_memory")
-        prefix.records.update(dict.fromkeys(prefix.hashes))
         return Request(asked, prefix, SamplerState(PARAMS, 0), max_output_tokens=64)
 
 
@@ -316,15 +316,9 @@ def _late_reads(entries: int) -> Steps:
     now = engine.clock.now()
     for _ in range(entries // PROMPT_BLOCKS):
         prefix = engine.prefix(PROMPT_BLOCKS)
-        engine.cache.arrive(prefix)
-        found: dict[bytes, bytes] = {
-            each: encode_record(
-                Located(_record(each, now), Extent(1, 0), BLOCK_BYTES, bytes(16)), RETENTIONS
-            )
-            for each in prefix.hashes
-        }
-        engine.worker.tell(LookupDone(prefix.lookup_job or 0, found))
+        engine.worker.tell(Held.of(dict.fromkeys(prefix.hashes, now + 86_400)))
         engine.step()
+        engine.cache.arrive(prefix)
         engine.cache.admit(prefix, PROMPT_BLOCKS)
     while True:
         other = engine.compute(1, "in_memory")
@@ -334,21 +328,6 @@ def _late_reads(entries: int) -> Steps:
             engine.step()
 
         yield step
-
-
-def _record(block_hash: BlockHash, now: float) -> BlockRecord:
-    return BlockRecord(
-        block_hash=block_hash,
-        parent_hash=ROOT,
-        root=ROOT,
-        namespace=b"",
-        position=0,
-        size_bytes=BLOCK_BYTES,
-        retention="24h",
-        computed_at=now,
-        expires_at=now + DAY_S,
-        last_used=now,
-    )
 
 
 def _requests_wait(entries: int) -> Steps:

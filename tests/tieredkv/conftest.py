@@ -10,7 +10,6 @@ import torch
 
 from tests.fake_store import Rig
 from tests.folder_store import FolderStore
-from tieredkv.cache import promotion
 from tieredkv.clock import Clock
 from tieredkv.engine.checkpoint import load_tokenizer
 from tieredkv.engine.engine_messages import EngineInfo
@@ -26,9 +25,8 @@ def tokenization() -> Tokenization:
 
 
 @pytest.fixture
-def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Rig:
-    """Return a cache that asks its disk first, and then computes all, since that is faster."""
-    monkeypatch.setattr(promotion, "LONG_S", 0.0)
+def slow_disk() -> Rig:
+    """Return a cache that computes all, since that is faster than its disk."""
     rig = Rig(restore="auto")
     rig.tiers.disk_link.read_rate.bytes_per_s = 1e-3
     return rig

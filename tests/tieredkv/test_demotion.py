@@ -301,7 +301,7 @@ def test_a_device_block_being_copied_out_is_not_reused_before_its_event() -> Non
     rig.evict(lambda entry: True)
     rig.check()
     other = rig.prefix("b", 4)
-    other.records.update(dict.fromkeys(other.hashes))
+    rig.pass_over_disk(other)
     assert not rig.admit(other)
     rig.transfer.is_held = False
     rig.turn()
@@ -441,7 +441,7 @@ def test_late_pages_of_blocks_that_requests_use_again_are_not_given_up() -> None
     rig.turn(6)
     running = [rig.prefix(name, 2) for name in names[4:8]]
     for prefix in running:
-        prefix.records.update(dict.fromkeys(prefix.hashes))
+        rig.pass_over_disk(prefix)
         assert rig.admit(prefix)
     push_out(rig, "other", 30)
     assert rig.tiers.counters.demotions_dropped > 0
@@ -565,7 +565,7 @@ def test_a_drain_through_an_arena_full_of_older_blocks_writes_everything() -> No
     rig.tiers.catalog.try_again()
     rig.clock.moment += 1
     prefix = rig.prefix("new", 8)
-    prefix.records.update(dict.fromkeys(prefix.hashes))
+    rig.pass_over_disk(prefix)
     assert rig.admit(prefix)
     rig.compute(prefix)
     rig.cache.release(prefix)

@@ -23,7 +23,7 @@ from tieredkv.cache.disk_link import (
 )
 from tieredkv.cache.pool import BlockPool
 from tieredkv.errors import IntegrityError
-from tieredkv.tier import BlockLife, Lent, LookupDone, Restarted, Times
+from tieredkv.tier import BlockLife, Lent, LookupDone, Restarted
 from tieredkv.types import BlockHash, BlockRecord
 
 
@@ -48,8 +48,8 @@ class Rig:
         """Queue a read of one of the blocks."""
         block_hash = chain_of("a", index + 1)[-1]
         page, record = self.page(), self.store.blocks[block_hash][0]
-        known = Times(record.expires_at, record.computed_at, record.last_used)
-        self.link.read(Lent.of(record, page.block_id), known, page, time.monotonic())
+        lent, now = Lent.of(record, page.block_id), time.monotonic()
+        self.link.read(lent, record.expires_at, page, now, record.last_used)
         return block_hash
 
     def write(self, name: str) -> Entry:

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from tests.fake_store import Rig, chain_of
-from tieredkv.cache import promotion
 from tieredkv.cache.prefix import Prefix
 
 pytestmark = pytest.mark.usefixtures("each_tier")
@@ -233,10 +232,7 @@ def test_a_copy_does_not_wait_for_steps_that_were_issued_while_its_request_waite
     assert set(steps) == {1}, "the last step that used a block"
 
 
-def test_a_block_that_is_partly_computed_is_not_filled_by_a_read_that_ends_now(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(promotion, "LONG_S", 0.0)  # the disk is asked first
+def test_a_block_that_is_partly_computed_is_not_filled_by_a_read_that_ends_now() -> None:
     rig = Rig(restore="auto")
     rig.tiers.disk_link.read_rate.bytes_per_s = 1e12
     (prefix,) = queued(rig, 2, 1)

@@ -93,7 +93,7 @@ def test_a_block_that_a_request_takes_over_was_nowhere_if_the_other_had_to_compu
 def test_a_block_that_was_in_no_tier_may_still_come_from_one_or_from_another_request() -> None:
     rig = Rig()
     first = rig.prefix("a", 4)
-    first.records.update(dict.fromkeys(first.hashes))  # the disk has not answered in time
+    rig.pass_over_disk(first)  # the disk has not answered in time
     rig.store.put("a", 2)
     rig.store.is_held = True
     second = rig.queue("a", 4)

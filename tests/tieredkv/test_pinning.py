@@ -261,7 +261,7 @@ def test_pin_that_comes_while_a_block_is_written_reaches_the_disk() -> None:
     rig.turn(3)
     assert len(rig.store.jobs) == 1
     prefix = rig.prefix("kept", 1)
-    prefix.records.update(dict.fromkeys(prefix.hashes))
+    rig.pass_over_disk(prefix)
     prefix.claims = [BlockClaim(1, frozenset({"24h"}), START + 60), *prefix.claims]
     serve(rig, prefix)
     rig.store.is_held = False
@@ -278,7 +278,7 @@ def test_longer_claim_that_comes_while_a_block_is_written_reaches_the_disk() -> 
     rig.turn(3)
     assert len(rig.store.jobs) == 2
     prefix = rig.prefix("kept", 2)
-    prefix.records.update(dict.fromkeys(prefix.hashes))
+    rig.pass_over_disk(prefix)
     prefix.claims = [BlockClaim(1, frozenset({"week"})), *prefix.claims]
     serve(rig, prefix)
     rig.store.is_held = False

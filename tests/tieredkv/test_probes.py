@@ -13,12 +13,6 @@ from tieredkv.cache.prefix import Prefix
 from tieredkv.types import BlockId, PageId, Tier
 
 
-@pytest.fixture(autouse=True, params=[0.0, float("inf")], ids=["asked first", "asked later"])
-def asks_first(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have requests wait for the disk if its rate is old, or have it asked after their launch."""
-    monkeypatch.setattr(promotion, "LONG_S", request.param)
-
-
 def rig_with_a_slow_disk(*, is_stale: bool, num_pages: int = 16) -> Rig:
     """Return a cache whose disk is thought to be so slow that everything is computed."""
     rig = Rig(restore="auto", num_blocks=64, num_pages=num_pages)
@@ -34,8 +28,6 @@ def admitted(rig: Rig, name: str, length: int) -> Prefix:
     prefix = rig.queue(name, length)
     answer(rig)
     assert rig.admit(prefix)
-    rig.cache._lookups.ask_deferred()
-    answer(rig)
     return prefix
 
 

@@ -89,7 +89,7 @@ def test_a_device_block_being_filled_is_not_reused_before_its_event() -> None:
     rig.cache.release(prefix)
     rig.evict(lambda entry: True)
     other = rig.prefix("b", 4)
-    other.records.update(dict.fromkeys(other.hashes))
+    rig.pass_over_disk(other)
     assert not rig.admit(other)
     rig.transfer.is_held = False
     rig.turn()

@@ -1,7 +1,7 @@
 """Random sequences of requests over tiny tiers: nothing leaks or hangs, no byte is wrong."""
 
 import time
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
@@ -24,7 +24,8 @@ BLOCK_SECONDS = st.sampled_from([1e-9, 1e-4, 1e-3, 1e-2, 10.0])
 class TieredCacheMachine(RuleBasedStateMachine):
     """Requests arrive, are admitted, compute, finish and are cancelled in any order.
 
-    Reads, writes, copies and answers complete in any order, late, or with a failure; the clock
+    The disk tells all that it has, or some of it, or nothing, so that it is asked. Reads, writes,
+    copies and answers complete in any order, late, or with a failure; the clock
     moves; operators evict. The learnt rates are any, right or wrong, and change, so that requests
     are divided between computing and loading in any way. At the end everything completes and
     nothing may be held.
@@ -48,6 +49,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
         has_timeout=st.booleans(),
         is_patient=st.booleans(),
         restore=st.sampled_from(["auto", "auto", "load", "compute"]),
+        told=st.sampled_from(["nothing", "some", "all"]),
     )
     def build(
         self,
@@ -58,6 +60,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
         has_timeout: bool,
         is_patient: bool,
         restore: Restore,
+        told: Literal["nothing", "some", "all"],
     ) -> None:
         room.PATIENCE_S = 1e9 if is_patient else 0.0
         self.rig = Rig(
@@ -69,6 +72,8 @@ class TieredCacheMachine(RuleBasedStateMachine):
             load_timeout_s=0.0 if has_timeout else 1e9,
         )
         self.rig.store.is_held = self.rig.transfer.is_held = True
+        if told != "nothing":
+            self.rig.store.tell_all(is_whole=told == "all")
 
     @rule(read_s=BLOCK_SECONDS, copy_s=BLOCK_SECONDS, compute_s=BLOCK_SECONDS)
     def learn(self, read_s: float, copy_s: float, compute_s: float) -> None:
@@ -101,7 +106,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
     def admit(self, data: st.DataObject, num_private: int) -> None:
         index = data.draw(st.integers(0, len(self.waiting) - 1))
         prefix = self.waiting[index]
-        if prefix.lookup_job is not None:
+        if not self.rig.cache.is_settled(prefix):
             return
         if self.rig.admit(prefix, len(prefix.hashes) + num_private):
             self.running.append(self.waiting.pop(index))

@@ -60,18 +60,20 @@ class Read:
 
     Attributes:
         lent: the block, as its chain says, and the page.
-        known: the block's times on disk, as the lookup told.
+        until: until when the disk has the block, as far as is known.
         page: what it is read into; on loan until `poll` returns the read.
         began_at: when that began, in `perf_counter` time.
+        last_used: the same, by the clock of retention.
         is_cancelled: whether no request waits for it any more.
         reason: why it failed, once it has ended; empty if it succeeded.
         found: what the disk told of the block's life, if it succeeded.
     """
 
     lent: Lent
-    known: Times
+    until: float
     page: Block
     began_at: float
+    last_used: float
     is_cancelled: bool = False
     reason: str = ""
     found: BlockLife | None = None
@@ -85,11 +87,6 @@ class Read:
     def namespace(self) -> bytes:
         """Namespace of the block."""
         return self.lent.namespace
-
-    @property
-    def last_used(self) -> float:
-        """When the block was last used, as far as is known."""
-        return self.known.last_used
 
 
 @dataclass(slots=True, eq=False)
@@ -211,17 +208,18 @@ class DiskLink:
 
     # Moves
 
-    def read(self, lent: Lent, known: Times, page: Block, now: float) -> None:
+    def read(self, lent: Lent, until: float, page: Block, now: float, clock_s: float) -> None:
         """Queue a read of a block into a page, which is on loan from now on.
 
         Args:
             lent: the block, as its chain says, and the page.
-            known: the block's times on disk, as the lookup told.
+            until: until when the disk has the block, as far as is known.
             page: what it is read into.
             now: monotonic time.
+            clock_s: the time by the clock of retention.
         """
         self._on_loan[page.block_id] = lent.block_hash
-        self._reads[lent.block_hash] = Read(lent, known, page, time.perf_counter())
+        self._reads[lent.block_hash] = Read(lent, until, page, time.perf_counter(), clock_s)
         self.read_rate.begin(self._payload_bytes, now)
         self._to_load.append(lent)
 

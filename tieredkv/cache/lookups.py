@@ -1,17 +1,19 @@
-"""Asks the disk which blocks of a chain it has.
+"""Asks the disk for what it has not told: which blocks of a chain it has.
 
-The answer is a message of the store's worker, so that a request is admitted a moment after it came.
-Where the answer cannot matter, the disk is asked only once the request's first step is issued, so
-that the question and the answer do not delay it. A disk that does not answer costs one timeout:
-until it answers, it is not asked again.
+Which blocks the disk has stands in `Tiers.presence`. Until that is whole, as after a start or where
+a disk never tells, the disk is asked for the blocks of a chain that neither RAM nor the table has.
+The answer is an event, so that the request is admitted a moment after it came. A disk that does not
+answer costs one timeout: until it answers, it is not asked again.
 
 Called by the engine's thread only.
 """
 
+import math
 import time
+from collections.abc import Collection
+from typing import NamedTuple
 
 from tieredkv.cache.prefix import Prefix
-from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers
 from tieredkv.tier import LookupDone
 from tieredkv.types import BlockHash
@@ -19,8 +21,10 @@ from tieredkv.types import BlockHash
 LOOKUP_TIMEOUT_S = 1.0
 """Without an answer for so long, the disk counts as having nothing of the chain."""
 
-ANSWER_S = 0.003
-"""Most lookups are answered within so long; a step is worth holding back for it."""
+
+class _Question(NamedTuple):
+    job: int
+    asked_at: float
 
 
 class Lookups:
@@ -28,82 +32,35 @@ class Lookups:
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
-        self._open: dict[int, Prefix | None] = {}  # None if the answer is overdue
-        self._deferred: dict[Prefix, list[BlockHash]] = {}
+        self._open: dict[int, Prefix | None] = {}  # by job; None if the answer is overdue
+        self._questions: dict[Prefix, _Question] = {}
+        self._asked: dict[Prefix, set[BlockHash]] = {}  # so far
         self._num_overdue = 0
 
-    def unasked(self, prefix: Prefix) -> list[BlockHash]:
-        """Return the blocks that no RAM tier has and that the disk was not asked for yet.
-
-        They count as asked for from now on: `ask` or `defer` has to follow.
-        """
-        tiers, records = self._tiers, prefix.records
-        if tiers.store is None or not tiers.can_load:
-            return []
-        if self._num_overdue or prefix.lookup_job is not None or prefix in self._deferred:
-            return []
-        end = None if prefix.read_ends is None else max(prefix.read_ends, default=0)
-        hashes = prefix.hashes[:end]
-        missing = tiers.host.missing(tiers.device.missing(hashes))
-        unknown = [block_hash for block_hash in missing if block_hash not in records]
-        if len(missing) < len(hashes) and (unknown or prefix.row.first(State.FOUND) < 0):
-            absent = set(missing)
-            prefix.row.leave(prefix.row.indices(State.FOUND))
-            for index, block_hash in enumerate(hashes):
-                if block_hash not in absent and prefix.row[index] != State.COMING:
-                    prefix.row.find(index, State.FOUND)
-        records.update(dict.fromkeys(unknown))
-        return unknown
-
-    def ask(self, prefix: Prefix, hashes: list[BlockHash]) -> None:
-        """Ask for some blocks of a chain."""
+    def ask(self, prefix: Prefix, hashes: Collection[BlockHash]) -> None:
+        """Ask for those of some blocks of a chain that were not asked for yet, if need be."""
         store = self._tiers.store
-        assert store is not None
-        prefix.lookup_job, prefix.asked_at = store.lookup(hashes), time.monotonic()
-        self._open[prefix.lookup_job] = prefix
-
-    def defer(self, prefix: Prefix, hashes: list[BlockHash]) -> None:
-        """Have `ask_deferred` ask for some blocks of a chain."""
-        self._deferred[prefix] = hashes
-
-    def ask_deferred(self) -> None:
-        """Ask what was deferred."""
-        deferred, self._deferred = self._deferred, {}
-        for prefix, hashes in deferred.items():
-            self.ask(prefix, hashes)
+        if store is None or self._tiers.presence.is_whole or not hashes:
+            return
+        if self._num_overdue or prefix in self._questions:
+            return
+        asked = self._asked.setdefault(prefix, set())
+        if unknown := [block_hash for block_hash in hashes if block_hash not in asked]:
+            asked.update(unknown)
+            question = self._questions[prefix] = _Question(store.lookup(unknown), time.monotonic())
+            self._open[question.job] = prefix
 
     def is_settled(self, prefix: Prefix) -> bool:
-        """Return whether a chain's lookup has ended, took too long, or need not be waited for."""
-        if prefix.lookup_job is None or not prefix.awaits_answer:
+        """Return whether a chain's lookup has ended or took too long, or there was none."""
+        if (question := self._questions.get(prefix)) is None:
             return True
-        if time.monotonic() < prefix.asked_at + LOOKUP_TIMEOUT_S:
+        if time.monotonic() < question.asked_at + LOOKUP_TIMEOUT_S:
             return False
-        self._open[prefix.lookup_job] = None
+        del self._questions[prefix]
+        self._open[question.job] = None
         self._num_overdue += 1
-        prefix.lookup_job = None
         self._tiers.counters.load_failures["lookup_timeout"] += 1
         return True
-
-    def answers_until(self, num_waiting: int) -> float:
-        """Return until when (monotonic) answers are worth waiting for; 0.0 if none is.
-
-        Without its answer a request misses a step, which may take 100 times as long as the answer.
-
-        Args:
-            num_waiting: how many requests are queued; if others could take their turn, none waits.
-        """
-        awaited = (each for each in self._open.values() if each is not None and each.awaits_answer)
-        asked_at = [prefix.asked_at for prefix in awaited]
-        return max(asked_at) + ANSWER_S if 0 < len(asked_at) == num_waiting else 0.0
-
-    def running_until(self) -> float:
-        """Return until when (monotonic) the answers about running requests are worth waiting for.
-
-        Those requests did not wait. Their receipts tell of these answers, and what the disk has is
-        not written to it again.
-        """
-        running = (each for each in self._open.values() if each is not None and each.blocks)
-        return max((prefix.asked_at + ANSWER_S for prefix in running), default=0.0)
 
     def take(self, event: LookupDone) -> Prefix | None:
         """Note an answer; return the chain that it is about, unless it comes too late."""
@@ -113,13 +70,15 @@ class Lookups:
         if prefix is None:
             self._num_overdue -= 1
             return None
-        prefix.lookup_job = None
-        prefix.records.update((BlockHash(each), record) for each, record in event.found.items())
+        del self._questions[prefix]
+        times_of = self._tiers.disk_link.times_of
+        for index, block_hash in enumerate(prefix.hashes) if event.found else ():
+            if (found := event.found.get(block_hash)) is not None:
+                prefix.disk_until[index] = math.ceil(times_of(found).expires_at)
         return prefix
 
     def forget(self, prefix: Prefix) -> None:
         """Note that nobody waits for a chain's answer any more."""
-        self._deferred.pop(prefix, None)
-        if prefix.lookup_job is not None:
-            self._open.pop(prefix.lookup_job, None)
-            prefix.lookup_job = None
+        self._asked.pop(prefix, None)
+        if (question := self._questions.pop(prefix, None)) is not None:
+            self._open.pop(question.job, None)

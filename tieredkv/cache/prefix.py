@@ -45,11 +45,8 @@ class Prefix:
         groups: of the model's layers, by what a hit needs of them.
         rows: for each group the state of each full block.
         forecast: of its first token; None before it is admitted, and unless `restore` is `auto`.
-        records: blocks that the disk was asked for, each with its sealed record as the disk stores
-            it; None if the disk has not returned one.
-        lookup_job, asked_at: the lookup on disk that has no answer yet, and when it began.
-        awaits_answer: whether it is admitted only with that answer. It is not if nothing would be
-            loaded, whatever the answer is.
+        disk_until: until when the disk has each block, in seconds, as was known when the request
+            came or was admitted; 0 of blocks that it does not have. Empty before that.
         num_present: if `read_ends` are given, how many blocks of the head were in the tiers.
         prefetched: blocks that were read from disk for it while it waits; they are evicted last.
     """
@@ -66,10 +63,7 @@ class Prefix:
     groups: Sequence[KVGroup] = (PREFIX,)
     rows: list[Row] = field(init=False)
     forecast: Forecast | None = None
-    records: dict[BlockHash, bytes | None] = field(default_factory=dict)
-    lookup_job: int | None = None
-    asked_at: float = 0.0
-    awaits_answer: bool = True
+    disk_until: list[int] = field(default_factory=list)
     num_present: int = 0
     prefetched: list[BlockHash] = field(default_factory=list)
 
@@ -85,6 +79,10 @@ class Prefix:
     def tenant(self) -> bytes:
         """The tenant whose request this is."""
         return self.namespace[:TENANT_BYTES]
+
+    def is_on_disk(self, index: int, now: float) -> bool:
+        """Return whether the disk has a block, as far as is known."""
+        return index < len(self.disk_until) and self.disk_until[index] > now
 
     def origins(self) -> list[Tier | None]:
         """Return where an admitted request got each full block from; None if it computed the block.

@@ -90,11 +90,15 @@ class Presence:
 
     def has(self, hashes: Sequence[bytes], now: float) -> NDArray[np.bool_]:
         """Return which blocks the tier has and keeps beyond this time."""
+        return self.until(hashes) > now
+
+    def until(self, hashes: Sequence[bytes]) -> Seconds:
+        """Return until when the tier keeps blocks, in seconds; 0 of those that it does not have."""
         keys = _keys_of(hashes)
         until = self._table.seconds_of(keys)
         if self._old is not None:
             np.maximum(until, self._old.seconds_of(keys), out=until)
-        return until > now
+        return until
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""

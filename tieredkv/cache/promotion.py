@@ -29,7 +29,7 @@ from tieredkv.cache.disk_link import Read
 from tieredkv.cache.link_rate import Probes
 from tieredkv.cache.plan import Demand, LinkLoad, Planner, Split
 from tieredkv.cache.prefix import Prefix
-from tieredkv.cache.restores import DISK, HOST, RequestProgress, Restore, Restores
+from tieredkv.cache.restores import HOST, RequestProgress, Restore, Restores
 from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
@@ -49,9 +49,6 @@ PROBE_COPY_BYTES = 32 << 20
 
 NO_TENANT = b""
 """Takes no block from the floor of any tenant."""
-
-LONG_S = 0.25
-"""A request that takes so long to compute may see the disk's rate corrected in time to load."""
 
 NO_ROOM_BYTES_PER_S = 1.0
 """The rate of a link that has no page to read into: what it might load is computed."""
@@ -145,23 +142,6 @@ class Promoter:
             for (_, restore), split in zip(demands, splits, strict=True)
         ]
 
-    def would_load(self, prefix: Prefix) -> bool:
-        """Return whether anything of a queued request is loaded if the disk has what RAM lacks.
-
-        If the rate of a link is old, a long request may find out what it is.
-        """
-        now, num_tokens = time.monotonic(), len(prefix.hashes) * self._tiers.block_size + 1
-        if self._tiers.restore != "auto":
-            return True
-        missing = prefix.row.lacking
-        demand = Demand(0, num_tokens, [LinkLoad(DISK, missing)], ready=prefix.row.there)
-        planner = self.planner(0.0, now)
-        rates = self._disk_link.read_rate, self._device_link.up_rate
-        is_stale = any(rate.is_stale(now) for rate in rates)
-        if not missing or (is_stale and planner.compute(0, num_tokens) >= LONG_S):
-            return bool(missing)
-        return planner.may_load(demand) and planner.split(demand).block <= missing[-1]
-
     def first_copied(self, prefix: Prefix, in_host: Sequence[int]) -> int:
         """Return the block from which on pages of a request that waits for room are copied.
 
@@ -233,8 +213,7 @@ class Promoter:
 
         Args:
             prefix: of an admitted or queued request.
-            on_disk: indices of blocks that the disk has, ascending; their records are in
-                `prefix.records`.
+            on_disk: indices of blocks that the disk has, ascending.
         """
         link, host, now = self._disk_link, self._tiers.host, time.monotonic()
         self._probe_copies(now)
@@ -338,7 +317,7 @@ class Promoter:
         life, reason = read.found, read.reason
         tiers.counters.promoted_disk_blocks += life is not None
         if life is not None or reason == "missing":
-            if (life or read.known).expires_at <= tiers.clock.now():
+            if (life.expires_at if life else read.until) <= tiers.clock.now():
                 reason = "expired"
             elif page.block_hash is None:
                 reason = "evicted"  # by an operator, during the read
@@ -360,14 +339,14 @@ class Promoter:
                 tiers.counters.overtaken_blocks += 1
         else:
             count_failure(tiers.counters.load_failures, reason, _FAILED)
+            if read.reason == "missing":
+                tiers.presence.discard([block_hash])
             told = _MISS_REASONS.get(reason, "corrupt")
-            tiers.catalog.departed.note(block_hash, told, read.known.expires_at)
+            tiers.catalog.departed.note(block_hash, told, read.until)
             self._lose(block_hash, index, told)
             self.restores.note_read(block_hash, index, is_copying=False)
             if (entry := tiers.catalog.get(block_hash)) is not None:  # it was computed meanwhile
-                tiers.catalog.note_not_on_disk(entry)
-                for pool in tiers.pools.values():
-                    pool.look_again(block_hash)
+                tiers.note_not_on_disk(entry)
             if page.block_hash is not None:
                 tiers.host.drop(block_hash)
         tiers.host.release([page])
@@ -466,8 +445,6 @@ class Promoter:
             cap //= 2
         if num_inbound >= cap:
             return False
-        sealed = prefix.records.get(block_hash)
-        assert sealed, block_hash
         pages = host.allocate(1, tenant=prefix.tenant)
         if pages is None:
             self._is_short = is_admitted
@@ -484,7 +461,7 @@ class Promoter:
             namespace=prefix.namespace,
             size_bytes=self._tiers.payload_bytes,
         )
-        self._disk_link.read(lent, self._disk_link.times_of(sealed), pages[0], now)
+        self._disk_link.read(lent, prefix.disk_until[index], pages[0], now, self._tiers.clock.now())
         if not is_admitted:
             prefix.prefetched.append(block_hash)
             self._tiers.prefetched[block_hash] += 1

@@ -17,7 +17,7 @@ Called by the engine's thread only.
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tieredkv.cache.catalog import Entry
@@ -29,10 +29,10 @@ from tieredkv.cache.draining import Drainer
 from tieredkv.cache.expiry import Expiry
 from tieredkv.cache.forecasts import Forecasts
 from tieredkv.cache.hits import Hits
-from tieredkv.cache.lookups import ANSWER_S, Lookups
+from tieredkv.cache.lives import Lives
+from tieredkv.cache.lookups import Lookups
 from tieredkv.cache.operations import Operations
 from tieredkv.cache.prefix import Prefix
-from tieredkv.cache.presence import Presence
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.restores import RequestProgress
 from tieredkv.cache.room import Room
@@ -106,10 +106,10 @@ class TieredCache:
         self._demoter = Demoter(tiers)
         self._forecasts = Forecasts()
         self._departures = Departures(tiers, self._demoter)
-        self._touches = Touches(tiers, self._demoter)
+        self._lives = Lives(tiers)
+        self._touches = Touches(tiers, self._demoter, self._lives)
         self._drainer = Drainer(tiers, self._demoter, self.poll)
         self._lookups = Lookups(tiers)
-        self._presence = Presence()
         self._hits = Hits(tiers, self._restores)
         self._expiry = Expiry(tiers)
         self._room = Room(tiers, self._promoter, self._demoter, self._hits.readable, self.poll)
@@ -118,7 +118,7 @@ class TieredCache:
             LookupDone: self._on_lookup_done,
             Read: self._promoter.on_read,
             Write: self._demoter.on_written,
-            Held: self._presence.take,
+            Held: tiers.presence.take,
             Gone: self._on_gone,
             Restarted: lambda _: self._forget_disk(),
             ControlRequest: self.operations.note_asked,
@@ -130,15 +130,33 @@ class TieredCache:
         """Ask every tier for the whole chain of a queued request, and prefetch some of it."""
         self._tiers.note_tenant(prefix.tenant)
         prefix.row.begin(len(prefix.hashes))
-        self._ask_disk(prefix)
+        missing = self._hits.look(prefix)
+        self._hits.note_in_ram(prefix, missing)
+        self._ask(prefix, missing)
+        self._use(prefix, missing)
 
-    def _ask_disk(self, prefix: Prefix) -> None:
-        """Ask the disk what it has of a chain, at once if the answer can matter."""
-        if unasked := self._lookups.unasked(prefix):
-            is_split = prefix.read_ends is not None  # what may be a hit depends on the answer
-            prefix.awaits_answer = is_split or self._promoter.would_load(prefix)
-            ask = self._lookups.ask if prefix.awaits_answer else self._lookups.defer
-            ask(prefix, unasked)
+    def _ask(self, prefix: Prefix, missing: Collection[BlockHash]) -> None:
+        """Ask the disk for what is in no tier, unless the disk has told all that it has."""
+        if not self._tiers.presence.is_whole:
+            now, hashes = self._tiers.clock.now(), prefix.hashes
+            on_disk = {it for i, it in enumerate(hashes) if prefix.is_on_disk(i, now)}
+            self._lookups.ask(prefix, [each for each in missing if each not in on_disk])
+
+    def _use(self, prefix: Prefix, missing: Collection[BlockHash]) -> None:
+        """Prefetch what the disk has of a queued request's chain and RAM lacks."""
+        if not any(prefix.disk_until):
+            return
+        tiers, absent, now = self._tiers, set(missing), self._tiers.clock.now()
+        found = [
+            block_hash
+            for index, block_hash in enumerate(prefix.hashes)
+            if prefix.is_on_disk(index, now) and block_hash in absent
+        ]
+        if found:
+            tiers.events.note_found(prefix, {*found})
+            if self.num_free < len(prefix.hashes):
+                self._touches.keep_on_disk(found)
+            self._hits.prefetch(prefix)
 
     def is_settled(self, prefix: Prefix) -> bool:
         """Return whether the disk has told what it has of a chain, or need not be waited for."""
@@ -184,7 +202,7 @@ class TieredCache:
         device = self._tiers.device
         if self._room.lacks_still(prefix, num_blocks, is_alone):
             return self._refusal(prefix)
-        self._ask_disk(prefix)
+        self._ask(prefix, self._hits.look(prefix))
         if not self._lookups.is_settled(prefix):
             return self._refusal(prefix)
         self._expiry.drop_among(prefix.hashes)
@@ -241,22 +259,6 @@ class TieredCache:
         """Return why a block of an admitted request had to be computed."""
         return self._hits.why_missed(prefix, index)
 
-    def answers_until(self, num_waiting: int) -> float:
-        """Return until when (monotonic) what the disk answers is worth waiting for; 0.0 if not.
-
-        Args:
-            num_waiting: how many requests are queued; if others could take their turn, none waits.
-        """
-        return self._lookups.answers_until(num_waiting)
-
-    def late_answers_until(self) -> float:
-        """Ask the disk what was put off for a step; return the same as `answers_until`.
-
-        These are answers about running requests.
-        """
-        self._lookups.ask_deferred()
-        return self._lookups.running_until()
-
     # Completion
 
     def claim(self, prefix: Prefix, first: int, last: int) -> None:
@@ -301,19 +303,15 @@ class TieredCache:
             for claim, part in prefix.by_claim(hashed)
             for index in part
         ]
-        for entry in entries if prefix.records else ():
-            if prefix.row.lost.get(entry.position) in STILL_ON_DISK:
-                self._note_copy_on_disk(entry, prefix.records.get(entry.block_hash), now)
+        beside = [entry for entry in entries if self._is_kept_on_disk(prefix, entry.position, now)]
+        for entry in beside:  # it is not written again
+            entry.disk_expires_at = float(prefix.disk_until[entry.position])
         self._demoter.note_computed(self._tiers.catalog.add_all(entries))
+        self._lives.ask(beside)
 
-    def _note_copy_on_disk(self, entry: Entry, record: bytes | None, now: float) -> None:
-        """Count a block that was computed, though the disk has it, as the copy on disk.
-
-        It is not written again, and it is as old as the copy.
-        """
-        if record and (known := self._tiers.disk_link.times_of(record)).expires_at > now:
-            entry.computed_at = min(entry.computed_at, known.computed_at)
-            entry.disk_expires_at = known.expires_at
+    def _is_kept_on_disk(self, prefix: Prefix, index: int, now: float) -> bool:
+        """Return whether the disk has a good copy of a block that was computed nevertheless."""
+        return prefix.is_on_disk(index, now) and prefix.row.lost.get(index) in STILL_ON_DISK
 
     def seal(self, prefix: Prefix, block_hash: BlockHash) -> None:
         """Publish the private block behind the chain, which generated tokens have filled.
@@ -348,6 +346,7 @@ class TieredCache:
         self._restores.forget(prefix)
         prefix.blocks = []
         prefix.block_ids = array("i")
+        prefix.disk_until = []
         prefix.row.begin(len(prefix.hashes))
         prefix.forecast = None
         self._demoter.note_change()
@@ -370,8 +369,6 @@ class TieredCache:
             The CUDA event that the late layers of the step have to wait for; None if there is none.
         """
         late_event = self._tiers.device_link.late_event
-        if issue_s > ANSWER_S:  # the answer comes meanwhile
-            self._lookups.ask_deferred()
         if self._restores and issue_s:
             self._promoter.pump(issue_s)
         for prefix in ending if self._tiers.restore == "auto" else ():
@@ -455,8 +452,7 @@ class TieredCache:
         self._touches.go_on()
 
     def pump(self) -> None:
-        """Expire blocks, ask the disk, load and demote ahead of need; called once a step."""
-        self._lookups.ask_deferred()
+        """Expire blocks, load and demote ahead of need; called once a step."""
         self._expiry.sweep()
         self._departures.pump()
         if self._promoter.pump():
@@ -557,25 +553,13 @@ class TieredCache:
     # Inside
 
     def _on_lookup_done(self, event: LookupDone) -> None:
-        prefix = self._lookups.take(event)
-        if prefix is None:
+        if (prefix := self._lookups.take(event)) is not None:
+            self._use(prefix, [*map(BlockHash, event.found)])
+        elif not self._lives.take(event):
             self.operations.note_found(event)
-        if prefix is None or not event.found:
-            return
-        self._tiers.events.note_found(prefix, event.found.keys())
-        if prefix.blocks:  # it did not wait for the answer
-            on_disk = [it for it, each in enumerate(prefix.hashes) if each in event.found]
-            for block in map(prefix.blocks.__getitem__, on_disk):
-                if not block.is_ready:
-                    block.source = block.source or Tier.DISK
-            self._promoter.probe(prefix, on_disk)
-        else:
-            if self.num_free < len(prefix.hashes):
-                self._touches.keep_on_disk(event.found)
-            self._hits.prefetch(prefix)
 
     def _on_gone(self, gone: Gone) -> None:
-        self._presence.discard(gone.hashes)
+        self._tiers.presence.discard(gone.hashes)
         self._tiers.events.note_gone(gone.hashes)
 
     def _forget_disk(self) -> None:

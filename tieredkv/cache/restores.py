@@ -194,7 +194,7 @@ class Restores:
                 other.split = min(other.split, restore.split)
                 other.host_split = min(other.host_split, restore.host_split)
             for index in passed:
-                theirs.records[ours.hashes[index]] = ours.records.get(ours.hashes[index])
+                theirs.disk_until[index] = ours.disk_until[index]
                 other.end = max(other.end, index + 1)
 
     # Plan

@@ -236,8 +236,7 @@ class Room:
             assert block_hash is not None, page
             device.insert(block, block_hash, prefix.tenant)
             prefix.row.copy([index])
-            source = Tier.HOST if prefix.records.get(block_hash) is None else Tier.DISK
-            promoter.queue_copy(page, block, source)
+            promoter.queue_copy(page, block, page.source or Tier.HOST)
         if blocks:
             promoter.pump()
             asked_at = self._waits[prefix].asked_at

@@ -16,6 +16,7 @@ from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.disk_link import DiskLink
 from tieredkv.cache.events import BlockEvents
 from tieredkv.cache.pool import BlockPool
+from tieredkv.cache.presence import Presence
 from tieredkv.clock import Clock
 from tieredkv.config import Restore
 from tieredkv.tier import BackingTier
@@ -73,6 +74,7 @@ class Tiers:
         events: what appears in the tiers and leaves them, for followers outside.
         prefetched: blocks that were prefetched, and for how many queued requests; evicted last.
         to_write: blocks whose pages are written to disk next.
+        presence: which blocks the disk has, as it has told.
         on_loaded: called with the hashes of blocks that were copied to VRAM.
         num_promoting: blocks that are being copied to VRAM, or are next; their pages are duplicates
             soon.
@@ -103,6 +105,7 @@ class Tiers:
     prefetched: Counter[BlockHash] = field(default_factory=Counter)
     to_write: Waiting = field(default_factory=OrderedDict)
     num_promoting: int = 0
+    presence: Presence = field(default_factory=Presence)
     on_loaded: Callable[[Iterable[BlockHash]], object] = lambda hashes: None
     _seen: dict[bytes, float] = field(default_factory=dict)  # in the order of the last requests
 
@@ -174,6 +177,12 @@ class Tiers:
         if self.store is None or entry.is_on_disk:
             return False
         return self.catalog.disk_deadline(entry, self.clock.now()) is not None
+
+    def note_not_on_disk(self, entry: Entry) -> None:
+        """Note that the disk has no copy of a block after all."""
+        self.catalog.note_not_on_disk(entry)
+        for pool in self.pools.values():
+            pool.look_again(entry.block_hash)
 
     @property
     def owed_bytes(self) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.demotion import Demoter
+from tieredkv.cache.lives import Lives
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers
@@ -22,8 +23,8 @@ MAX_TOUCHED = 512
 class Touches:
     """The chains that are to be refreshed, the oldest first; their requests hold them."""
 
-    def __init__(self, tiers: Tiers, demoter: Demoter) -> None:
-        self._tiers, self._demoter = tiers, demoter
+    def __init__(self, tiers: Tiers, demoter: Demoter, lives: Lives) -> None:
+        self._tiers, self._demoter, self._lives = tiers, demoter, lives
         self._begun: dict[Prefix, int] = {}  # each with the first block that is left
 
     def begin(self, prefix: Prefix) -> None:
@@ -70,7 +71,7 @@ class Touches:
                     entry.hits += states[index] != State.COMPUTED
                     entries.append(entry)
             tiers.catalog.claim(entries, claim.retentions, now, claim.pinned_until)
-            on_disk = [entry for entry in entries if entry.is_on_disk]
+            on_disk = [it for it in entries if it.is_on_disk and not self._lives.is_awaited(it)]
             items = tiers.catalog.touch_items(on_disk, now)
             if items and tiers.store is not None:
                 tiers.store.touch(items)
