@@ -3,6 +3,7 @@
 This holds for every request alike. What is true for one request stands in its chain.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ class Content(IntEnum):
     READY = 4
 
 
-_EMPTY, _COMPUTING, _COPYING, _EARLY, _READY = Content
+_EMPTY, _, _COPYING, _EARLY, _READY = Content
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +44,7 @@ class Block:
         ref_count: number of users; 0 means that it is in the free list.
         pin_count: number of copies that read the content; above 0 its memory is not reused.
         block_hash: identity of the content, None for a private or an empty block.
+        content: how far it has come; the methods below change it.
         is_ready: whether a step can begin with the content, as it is early or ready. A hashed block
             that is not is being filled. It is kept beside `content`, since it is asked so often.
         last_step: the last step that may use its memory, but for those of its present users.
@@ -57,42 +59,28 @@ class Block:
     ref_count: int = 0
     pin_count: int = 0
     block_hash: BlockHash | None = field(default=None, repr=False)  # no log may show it
+    content: Content = Content.EMPTY
     is_ready: bool = False
     last_step: int = 0
     source: Tier | None = None
     tenant: bytes = b""
     part: "Part | None" = field(default=None, repr=False)
     rank: int = 0
-    _content: Content = Content.EMPTY
-
-    @property
-    def content(self) -> Content:
-        """How far its content has come; the pool's `fill` and the methods below change it."""
-        return self._content
-
-    @content.setter
-    def content(self, content: Content) -> None:
-        self._content, self.is_ready = content, content >= _EARLY
 
     @property
     def is_whole(self) -> bool:
         """Whether the bytes of all layers are there, so that the content may be copied."""
-        return self._content == _READY
+        return self.content == _READY
 
     @property
     def is_open(self) -> bool:
         """Whether nothing fills it yet, so that it may still be computed or loaded."""
-        return self._content == _EMPTY
+        return self.content == _EMPTY
 
     @property
     def is_copying(self) -> bool:
         """Whether a copy into it is under way; it is held until that has ended."""
-        return self._content in (_COPYING, _EARLY)
-
-    def begin_compute(self) -> None:
-        """Note that a step computes some of its tokens."""
-        if self._content == _EMPTY:
-            self._content = _COMPUTING
+        return self.content in (_COPYING, _EARLY)
 
     def begin_copy(self) -> None:
         """Note that it is filled from a slower tier from now on.
@@ -100,10 +88,22 @@ class Block:
         Raises:
             IntegrityError: something else fills it already.
         """
-        if self._content != _EMPTY:
+        if self.content != _EMPTY:
             raise IntegrityError(f"{self} has two writers")
-        self._content = _COPYING
+        self.content = _COPYING
+
+    def fill(self, *, is_whole: bool = True) -> None:
+        """Note that its content is there, or that of its first layers."""
+        self.content, self.is_ready = _READY if is_whole else _EARLY, True
 
     def clear(self) -> None:
         """Note that its memory holds nothing."""
-        self._content, self.is_ready, self.source = _EMPTY, False, None
+        self.content, self.is_ready, self.source = _EMPTY, False, None
+
+
+def begin_compute(blocks: Iterable[Block]) -> None:
+    """Note that a step computes some tokens of each of these blocks."""
+    empty, computing = Content.EMPTY, Content.COMPUTING
+    for block in blocks:
+        if block.content is empty:
+            block.content = computing

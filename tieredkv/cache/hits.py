@@ -5,7 +5,7 @@ Called by the engine's thread only.
 
 import sys
 from bisect import bisect_left
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from tieredkv.cache.block import Block
 from tieredkv.cache.prefix import Prefix
@@ -46,19 +46,17 @@ class Hits:
         prefix.disk_until = until
         return tiers.host.missing(tiers.device.missing(hashes))
 
-    def note_in_ram(self, prefix: Prefix, missing: Collection[BlockHash]) -> None:
-        """Note for a queued request which of its blocks are in VRAM or host memory.
-
-        Args:
-            prefix: its chain.
-            missing: the blocks that may be hits and are not there.
-        """
-        row, absent, may_be = prefix.row, set(missing), prefix.hashes
-        if prefix.read_ends is not None:
-            may_be = may_be[: max(prefix.read_ends, default=0)]
-        for index, block_hash in enumerate(may_be) if len(missing) < len(may_be) else ():
-            if block_hash not in absent and row[index] != State.COMING:
-                row.find(index, State.FOUND)
+    def begin(self, prefix: Prefix) -> list[BlockHash]:
+        """Do as `look` does for a chain that has just arrived, and note what RAM has of it."""
+        missing, hashes = self.look(prefix), prefix.hashes
+        states = bytearray([State.COMPUTE]) * len(hashes)
+        if self._tiers.store is not None and self._tiers.can_load:
+            end = len(hashes) if prefix.read_ends is None else max(prefix.read_ends, default=0)
+            absent, found, lacking = set(missing), int(State.FOUND), int(State.COMPUTE)
+            of = [lacking if block_hash in absent else found for block_hash in hashes[:end]]
+            states[: len(of)] = of
+        prefix.row.begin_as(states)
+        return missing
 
     def readable(self, prefix: Prefix) -> list[BlockHash]:
         """Return the head of a chain that may be a hit: up to the last of `read_ends` in the tiers.
@@ -119,41 +117,39 @@ class Hits:
         Fresh blocks are filled from the fastest tier that has their bytes, if any has. Blocks
         behind `chain`, which may not be hits, are computed.
         """
-        tiers, tenant = self._tiers, prefix.tenant
-        blocks, row = prefix.blocks, prefix.row
-        end, now = 0, tiers.clock.now()
-        brought = {*row.indices(State.COMING)}  # while the request waited for room
-        row.begin(len(prefix.hashes))
+        tiers, tenant, blocks, until = self._tiers, prefix.tenant, prefix.blocks, prefix.disk_until
+        end, now, is_coming = 0, tiers.clock.now(), tiers.disk_link.is_coming
+        brought = {*prefix.row.indices(State.COMING)}  # while the request waited for room
+        states = bytearray([State.COMPUTE]) * len(prefix.hashes)
         hashes = prefix.hashes[: len(chain)]
         pages = tiers.host.find(hashes) if tiers.can_load else [None] * len(chain)
         for index, (block, block_hash, page) in enumerate(zip(chain, hashes, pages, strict=True)):
+            state = State.COMPUTE
             if block is not None:
                 if block.is_ready and index not in brought:
-                    row.find(index, State.FOUND)
+                    state = State.FOUND
                 elif block.is_ready or block.is_copying:
-                    row.find(index, State.COMING)
-                elif tiers.disk_link.is_coming(block_hash):
-                    row.find(index, State.READING)
+                    state = State.COMING
                 else:
-                    row.find(index, State.SHARED)
+                    state = State.READING if is_coming(block_hash) else State.SHARED
             else:
                 block = next(fresh)
                 tiers.device.insert(block, block_hash, tenant)
                 if page is not None and page.is_ready:
-                    block.source = page.source or Tier.HOST
-                    row.find(index, State.AT_HOST)
-                elif tiers.disk_link.is_coming(block_hash):
-                    block.source = Tier.DISK
-                    row.find(index, State.READING)
-                elif prefix.is_on_disk(index, now):
-                    block.source = Tier.DISK
-                    row.find(index, State.AT_DISK)
-            if not block.is_ready and row[index] != State.COMPUTE:
-                end = index + 1
+                    state, block.source = State.AT_HOST, page.source or Tier.HOST
+                elif is_coming(block_hash):
+                    state, block.source = State.READING, Tier.DISK
+                elif until and until[index] > now:
+                    state, block.source = State.AT_DISK, Tier.DISK
+            if state is not State.COMPUTE:
+                states[index] = state
+                end = end if block.is_ready else index + 1
             blocks.append(block)
+        prefix.row.begin_as(states)
         for block_hash in prefix.hashes[len(chain) :]:
             blocks.append(next(fresh))
-            tiers.device.insert(blocks[-1], block_hash, tenant)  # a known hash leaves it private
+            # Where the hash is known, the block stays private.
+            tiers.device.insert(blocks[-1], block_hash, tenant)
         self._restores.want(prefix, end=end)
 
     def why_missed(self, prefix: Prefix, index: int) -> str:

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from tieredkv.cache.block import Block, Content
+from tieredkv.cache.block import Block
 from tieredkv.cache.eviction import EvictionOrder, Spare
 from tieredkv.cache.floors import Floors
 from tieredkv.errors import IntegrityError
@@ -222,10 +222,11 @@ class BlockPool:
         taken = [self._empty.popleft() for _ in range(num_empty)]
         self._note_evicted(victims, tenant)
         self._evict(victims)
+        for block in victims:
+            block.clear()
         taken.extend(victims)
         for block in taken:
             block.ref_count = 1
-            block.clear()
         return taken
 
     def evict_clean(self) -> int:
@@ -261,7 +262,7 @@ class BlockPool:
             index[block_hash] = block
             block.block_hash = block_hash
             block.tenant = tenant
-            block.content = Content.READY
+            block.fill()
         if self._floors:
             self._floors.note_hashed(tenant, len(blocks))
         if self.on_filled is not None:
@@ -276,7 +277,7 @@ class BlockPool:
             is_whole: whether all layers are there, or only the first ones.
         """
         was_ready = block.is_ready
-        block.content = Content.READY if is_whole else Content.EARLY
+        block.fill(is_whole=is_whole)
         if not was_ready and self.on_filled is not None and block.block_hash is not None:
             self.on_filled(block.block_hash)
 
@@ -499,7 +500,7 @@ class BlockPool:
         """Put a free block at the young end of its part of the list."""
         if (block_hash := block.block_hash) is None:
             if not block.pin_count:  # else `unpin` puts it there
-                block.content = Content.EMPTY
+                block.clear()
                 self._empty.append(block)
             return
         is_duplicate = self.is_duplicate is not None and self.is_duplicate(block_hash)

@@ -393,19 +393,19 @@ class Promoter:
 
         The pages are held for the restore already, and then for the copies.
         """
-        prefix, unwanted = restore.prefix, list[Block]()
+        prefix, row, unwanted = restore.prefix, restore.prefix.row, list[Block]()
         catalog, now = self._tiers.catalog, self._tiers.clock.now()
         copies: list[tuple[Block, Block]] = []
-        in_host = prefix.row.indices(State.AT_HOST)
+        in_host = row.indices(State.AT_HOST)
         first = max(bisect_left(in_host, restore.host_split), len(in_host) - at_most)
-        prefix.row.copy(in_host[first:])
+        row.copy(in_host[first:])
         for index in in_host[first:]:
-            page, block = prefix.row.pages.pop(index), prefix.blocks[index]
+            page, block = row.pages.pop(index), prefix.blocks[index]
             is_sound = page.block_hash is not None and page.block_hash == block.block_hash
             if not is_sound:  # expired, or evicted by an operator
                 block_hash = prefix.hashes[index]
                 is_expired = catalog.departed.why(block_hash, now) == "expired"
-                prefix.row.leave([index])
+                row.leave([index])
                 self._lose(block_hash, index, "expired" if is_expired else "admin")
             if is_sound and block.is_open:
                 block.begin_copy()

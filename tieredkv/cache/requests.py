@@ -20,6 +20,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tieredkv.cache.block import begin_compute
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.counters import COMPUTED_SOONER
 from tieredkv.cache.demotion import Demoter
@@ -129,15 +130,13 @@ class TieredCache:
     def arrive(self, prefix: Prefix) -> None:
         """Ask every tier for the whole chain of a queued request, and prefetch some of it."""
         self._tiers.note_tenant(prefix.tenant)
-        prefix.row.begin(len(prefix.hashes))
-        missing = self._hits.look(prefix)
-        self._hits.note_in_ram(prefix, missing)
+        missing = self._hits.begin(prefix)
         self._ask(prefix, missing)
         self._use(prefix, missing)
 
     def _ask(self, prefix: Prefix, missing: Collection[BlockHash]) -> None:
         """Ask the disk for what is in no tier, unless the disk has told all that it has."""
-        if not self._tiers.presence.is_whole:
+        if missing and not self._tiers.presence.is_whole:
             now, hashes = self._tiers.clock.now(), prefix.hashes
             on_disk = {it for i, it in enumerate(hashes) if prefix.is_on_disk(i, now)}
             self._lookups.ask(prefix, [each for each in missing if each not in on_disk])
@@ -263,8 +262,7 @@ class TieredCache:
 
     def claim(self, prefix: Prefix, first: int, last: int) -> None:
         """Note that a step will compute the blocks `[first, last)`, so that they are not loaded."""
-        for block in prefix.blocks[first:last]:
-            block.begin_compute()
+        begin_compute(prefix.blocks[first:last])
 
     def complete(self, prefix: Prefix, first: int, last: int, *, has_rest: bool = False) -> None:
         """Publish the full blocks `[first, last)` of the chain, whose last tokens were computed.
@@ -273,7 +271,7 @@ class TieredCache:
         """
         blocks, hashes = prefix.blocks, prefix.hashes
         if has_rest and last < len(hashes):
-            blocks[last].begin_compute()
+            begin_compute([blocks[last]])
         computed = [index for index in range(first, last) if not blocks[index].is_ready]
         if not computed:
             return

@@ -81,6 +81,15 @@ class Row:
         self._states = bytearray([state]) * num_blocks
         self._note_change()
 
+    def begin_as(self, states: bytearray) -> None:
+        """Begin anew with blocks in these states."""
+        self.begin(0)
+        self._states = states
+        for state in LOADABLE if self.lost else ():
+            for index in self.indices(state):
+                self.lost.pop(index, None)
+        self._note_change()
+
     def append_computed(self) -> None:
         """Add a block that generated tokens have filled."""
         self._states.append(State.COMPUTED)
