@@ -10,20 +10,21 @@ from tests.levels import few
 from tests.sizing.traces import random_lines, write
 from tests.sizing.whole_cache import WholeCache
 from tieredkv.retention import RetentionPolicies, RetentionPolicy
-from tieredkv.sizing.tiers import Room, Source, Tiers
+from tieredkv.sizing.disk import SimulatedClock, SimulatedDisk
+from tieredkv.sizing.tiers import Capacity, SimulatedTiers, Source
 from tieredkv.traces import Trace, read_trace
 from tieredkv.types import BlockHash, Tier, ignore_progress
 
 
-def policy(name: str, room: Room, idle_s: float, *tiers: Tier) -> RetentionPolicy:
+def policy(name: str, capacity: Capacity, idle_s: float, *tiers: Tier) -> RetentionPolicy:
     """Return a policy for those of the tiers that there are."""
-    sizes = {Tier.DEVICE: room.device, Tier.HOST: room.host, Tier.DISK: room.disk}
+    sizes = {Tier.DEVICE: capacity.device, Tier.HOST: capacity.host, Tier.DISK: capacity.disk}
     there = frozenset(tier for tier in tiers if sizes[tier])
     return RetentionPolicy(name=name, idle_s=idle_s, absolute_s=1e5, tiers=there)
 
 
 def both(
-    trace: Trace, room: Room, some: list[RetentionPolicy]
+    trace: Trace, capacity: Capacity, some: list[RetentionPolicy]
 ) -> tuple[Counter[Source], Counter[Source]]:
     """Return how many blocks a replay found in each tier, and how many the whole cache did.
 
@@ -31,8 +32,12 @@ def both(
     """
     generator, policies = random.Random(1), RetentionPolicies(some)
     sizes = {"num_distinct": trace.num_distinct, "most_blocks": trace.most_blocks}
-    tiers = Tiers(room, policies, **sizes, until=trace.span_s)
-    whole = WholeCache(room, policies, enough=sum(sizes.values()))
+    clock = SimulatedClock()
+    disk = SimulatedDisk(capacity.disk, clock)
+    tiers = SimulatedTiers(
+        capacity, policies, disk if capacity.disk else None, clock, **sizes, until=trace.span_s
+    )
+    whole = WholeCache(capacity, policies, enough=sum(sizes.values()))
     ours, theirs = Counter[Source](), Counter[Source]()
     for request in trace.requests:
         now = request.timestamp / 1e3
@@ -41,6 +46,7 @@ def both(
         ours.update(tiers.serve(hashes, now, claims))
         theirs.update(whole.serve(request.hash_ids, now, claims))
         tiers.check()
+        disk.check()
     whole.cache.check()
     return ours, theirs
 
@@ -57,44 +63,44 @@ SEEDS = pytest.mark.parametrize("seed", few(range(3)))
 @pytest.mark.parametrize("idle_s", [60.0, 1e5])
 @SEEDS
 @pytest.mark.parametrize(
-    ("room", "near"),
+    ("capacity", "near"),
     [
-        (Room(device=60), 0.0),
-        (Room(device=2000, host=1000, disk=1000), 0.0),
-        (Room(device=150, host=120, reserve=8), NEAR),
-        (Room(device=150, host=120, disk=400, reserve=8, most_owed=20), NEAR),
+        (Capacity(device=60), 0.0),
+        (Capacity(device=2000, host=1000, disk=1000), 0.0),
+        (Capacity(device=150, host=120, reserve=8), NEAR),
+        (Capacity(device=150, host=120, disk=400, reserve=8, most_owed=20), NEAR),
     ],
     ids=["vram", "all-that-is-needed", "vram-and-host", "all-tiers"],
 )
 def test_as_much_is_found(
-    room: Room, near: float, seed: int, idle_s: float, tmp_path: Path
+    capacity: Capacity, near: float, seed: int, idle_s: float, tmp_path: Path
 ) -> None:
     lines = random_lines(seed, sessions=40, requests=400)
     trace = read_trace(write(tmp_path / "trace.jsonl", lines), ignore_progress)
-    ours, theirs = both(trace, room, [policy("any", room, idle_s, *Tier)])
+    ours, theirs = both(trace, capacity, [policy("any", capacity, idle_s, *Tier)])
     check_near(ours, theirs, near)
 
 
 @SEEDS
 @pytest.mark.parametrize(
-    ("room", "near"),
+    ("capacity", "near"),
     [
-        (Room(device=2000, host=1000, disk=1000), 0.0),
-        (Room(device=150, host=120, disk=400, reserve=8, most_owed=20), NEAR),
+        (Capacity(device=2000, host=1000, disk=1000), 0.0),
+        (Capacity(device=150, host=120, disk=400, reserve=8, most_owed=20), NEAR),
     ],
     ids=["all-that-is-needed", "all-tiers"],
 )
 @pytest.mark.parametrize("idle_s", [(60.0, 1e5), (1e5, 60.0)], ids=["ram-shorter", "disk-shorter"])
 def test_as_much_is_found_where_requests_have_different_policies(
-    room: Room, near: float, seed: int, idle_s: tuple[float, float], tmp_path: Path
+    capacity: Capacity, near: float, seed: int, idle_s: tuple[float, float], tmp_path: Path
 ) -> None:
     lines = random_lines(seed, sessions=40, requests=400)
     trace = read_trace(write(tmp_path / "trace.jsonl", lines), ignore_progress)
     some = [
-        policy("in_memory", room, idle_s[0], Tier.DEVICE, Tier.HOST),
-        policy("on_disk", room, idle_s[1], *Tier),
+        policy("in_memory", capacity, idle_s[0], Tier.DEVICE, Tier.HOST),
+        policy("on_disk", capacity, idle_s[1], *Tier),
     ]
-    check_near(*both(trace, room, some), near)
+    check_near(*both(trace, capacity, some), near)
 
 
 def check_near(ours: Counter[Source], theirs: Counter[Source], near: float) -> None:

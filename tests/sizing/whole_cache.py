@@ -1,17 +1,14 @@
 """The whole `TieredCache` over links without bytes: what a replay is compared with.
 
 Requests come one at a time, and moves have ended when they are next asked for. The disk is the
-stand-in for the store's index.
+simulated one of a replay.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from msgspec.structs import replace
 
-from tests.fake_tier import FakeTier
 from tests.fakes import FakeClock
 from tieredkv.cache.catalog import Catalog
 from tieredkv.cache.device_link import DeviceLink
@@ -23,10 +20,9 @@ from tieredkv.cache.stretches import stretches
 from tieredkv.cache.tiers import Tiers
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.retention import RetentionPolicies
-from tieredkv.sizing.disk_index import DiskIndex, Life
-from tieredkv.sizing.tiers import Room, Source
-from tieredkv.tier import BlockLife, Event, Lent, Loaded, LookupDone, Stored, TouchItem
-from tieredkv.types import BlockHash, BlockRecord
+from tieredkv.sizing.disk import SimulatedDisk
+from tieredkv.sizing.tiers import Capacity, Source
+from tieredkv.types import BlockHash
 
 START = 1e6
 MANY_STEPS = 2000
@@ -52,70 +48,15 @@ class _Link(DeviceLink[Any]):
         return 1 << 30
 
 
-class _Disk(FakeTier):
-    """The disk tier: the stand-in for its index, and the records."""
-
-    def __init__(self, index: DiskIndex, clock: FakeClock) -> None:
-        super().__init__()
-        self.index, self._clock = index, clock
-        self._records = dict[BlockHash, BlockRecord]()
-        self._events: deque[Event] = deque()
-        self._num_jobs = 0
-
-    def _record(self, block_hash: bytes) -> BlockRecord | None:
-        life = self.index.get(BlockHash(block_hash), self._clock.moment)
-        if life is None:
-            return None
-        record = self._records[life.block_hash]
-        return replace(record, last_used=life.last_used, expires_at=life.expires_at)
-
-    def lookup(self, hashes: Sequence[bytes]) -> int:
-        self._num_jobs += 1
-        found = dict[bytes, bytes]()
-        for block_hash in hashes:
-            if (record := self._record(block_hash)) is not None:
-                found[block_hash] = self.found(record)
-        self._events.append(LookupDone(self._num_jobs, found))
-        return self._num_jobs
-
-    def load(self, pages: Sequence[Lent]) -> None:
-        for page in pages:
-            record = self._record(page.block_hash)
-            reason = "" if record is not None else "missing"
-            life = None if record is None else BlockLife.of(record)
-            self._events.append(Loaded(page.page_id, reason, life))
-
-    def store(self, pages: Sequence[Lent]) -> None:
-        for page in pages:
-            record = page.record
-            times = record.computed_at, record.last_used, record.expires_at
-            life = Life(BlockHash(record.block_hash), record.position, *times)
-            if self.index.store([life], self._clock.moment):
-                self._records[life.block_hash] = record
-            self._events.append(Stored(page.page_id))
-
-    def touch(self, items: Sequence[TouchItem]) -> None:
-        for item in items:
-            life = self.index.get(BlockHash(item.block_hash), self._clock.moment)
-            if life is not None:
-                life.last_used = max(life.last_used, item.last_used)
-                life.expires_at = max(life.expires_at, item.expires_at or 0.0)
-
-    def poll(self) -> list[Event]:
-        events = list(self._events)
-        self._events.clear()
-        return events
-
-
 class WholeCache:
-    """Serves requests as `tieredkv.sizing.tiers.Tiers` does, with everything that a server has."""
+    """Serves requests as `SimulatedTiers` does, with everything that a server has."""
 
-    def __init__(self, room: Room, policies: RetentionPolicies, *, enough: int) -> None:
+    def __init__(self, capacity: Capacity, policies: RetentionPolicies, *, enough: int) -> None:
         self.clock = FakeClock(START)
-        self.disk = _Disk(DiskIndex(room.disk), self.clock) if room.disk else None
+        self.disk = SimulatedDisk(capacity.disk, self.clock) if capacity.disk else None
         self.tiers = Tiers(
-            device=BlockPool(int(min(room.device, enough))),
-            host=BlockPool(int(min(room.host, enough))),
+            device=BlockPool(int(min(capacity.device, enough))),
+            host=BlockPool(int(min(capacity.host, enough))),
             catalog=Catalog(policies),
             store=self.disk,
             device_link=_Link(),
@@ -123,11 +64,11 @@ class WholeCache:
             vram_bytes=1,
             payload_bytes=1,
             restore="load",
-            device_reserve_blocks=room.reserve,
+            device_reserve_blocks=capacity.reserve,
         )
         # At the assumed rate, so many blocks may wait to be written.
         rate = self.tiers.disk_link.write_rate.steady
-        self.tiers.drain_timeout_s = 2 * (room.most_owed + 0.5) / rate
+        self.tiers.drain_timeout_s = 2 * (capacity.most_owed + 0.5) / rate
         self.cache = TieredCache(self.tiers)
 
     def serve(self, ids: Sequence[int], now: float, names: frozenset[str]) -> list[Source]:
@@ -137,8 +78,6 @@ class WholeCache:
         cache._expiry.sweep()
         while tiers.catalog.is_behind:
             cache._expiry.sweep()
-        if self.disk is not None:
-            self.disk.index.sweep(self.clock.moment)
         hashes = [BlockHash(each.to_bytes(32, "little")) for each in ids]
         claims = [BlockClaim(len(hashes), names)]
         prefix = Prefix(BlockHash(bytes(32)), bytes(32), hashes, claims)

@@ -13,8 +13,9 @@ from tieredkv.cache.disk_link import EARLY_SHARE
 from tieredkv.cache.rate_file import SavedRates
 from tieredkv.errors import ConfigError
 from tieredkv.retention import RetentionPolicies, RetentionPolicy
+from tieredkv.sizing.disk import SimulatedClock, SimulatedDisk
 from tieredkv.sizing.estimate import Estimate
-from tieredkv.sizing.tiers import Room, Source, Tiers
+from tieredkv.sizing.tiers import Capacity, SimulatedTiers, Source
 from tieredkv.traces import Request, Trace
 from tieredkv.types import BlockHash, Progress, Tier
 from tieredkv.units import format_bytes, format_duration
@@ -67,11 +68,11 @@ class Sizes:
             if not seconds > 0:
                 raise ConfigError(f"`{flag}` must be longer than 0 s")
 
-    def room(self, block_tokens: int, write_bytes_per_s: float | None = None) -> Room:
+    def capacity(self, block_tokens: int, write_bytes_per_s: float | None = None) -> Capacity:
         """Return how many blocks each tier holds."""
         block_bytes = block_tokens * self.token_bytes
         drained = EARLY_SHARE * self.drain_timeout_s * (write_bytes_per_s or WRITE_BYTES_PER_S)
-        return Room(
+        return Capacity(
             device=_num_blocks(self.device, block_bytes),
             host=_num_blocks(self.host, block_bytes),
             disk=_num_blocks(self.disk, block_bytes),
@@ -133,12 +134,13 @@ def replay(
     Raises:
         ConfigError: the rates are not complete.
     """
-    room = sizes.room(trace.block_tokens, rates.write_bytes_per_s if rates is not None else None)
+    write_bytes_per_s = rates.write_bytes_per_s if rates is not None else None
+    capacity = sizes.capacity(trace.block_tokens, write_bytes_per_s)
     block_bytes = trace.block_tokens * sizes.token_bytes
     estimate = None
     if rates is not None:
         estimate = Estimate(rates, block_tokens=trace.block_tokens, block_bytes=block_bytes)
-    run = _Run(trace, sizes, room, estimate)
+    run = _Run(trace, sizes, capacity, estimate)
     is_interrupted = False
     try:
         run.serve_all(progress)
@@ -153,14 +155,20 @@ def replay(
 class _Run:
     """One replay, and what it has counted."""
 
-    def __init__(self, trace: Trace, sizes: Sizes, room: Room, estimate: Estimate | None) -> None:
+    def __init__(
+        self, trace: Trace, sizes: Sizes, capacity: Capacity, estimate: Estimate | None
+    ) -> None:
         self._trace, self._name_of, self._estimate = trace, sizes.name_of, estimate
         policies = sizes.policies_of(trace.requests)
         self._claims = {name: frozenset([name]) for name in policies.names}
         self._began_at = trace.requests[0].timestamp
-        self.tiers = Tiers(
-            room,
+        clock = SimulatedClock()
+        self._disk = SimulatedDisk(capacity.disk, clock) if capacity.disk > 0 else None
+        self.tiers = SimulatedTiers(
+            capacity,
             policies,
+            self._disk,
+            clock,
             num_distinct=trace.num_distinct,
             most_blocks=trace.most_blocks,
             until=trace.span_s,
@@ -212,7 +220,8 @@ class _Run:
         cached = sum(self.found[tier] for tier in Tier)
         links = "host_device", "device_host", "disk_host"
         moved = {link: tiers.moved[link] * block_bytes for link in links}
-        moved["host_disk"] = tiers.num_stored * block_bytes
+        num_stored = self._disk.stats().num_stored if self._disk is not None else 0
+        moved["host_disk"] = num_stored * block_bytes
         written = {
             str(Tier.DEVICE): tiers.num_filled * block_bytes,
             str(Tier.HOST): moved["device_host"] + moved["disk_host"],

@@ -1,8 +1,8 @@
-"""VRAM, host memory and disk whose moves take no time, so that deciding is all that is done.
+"""VRAM, host memory and a disk whose moves take no time, so that deciding is all that is done.
 
-The pools, the order of eviction and the retention policy are those of a server, and the disk's
-index decides as the store's does (`disk_index`). What a server's links and queues add is when bytes
-arrive. Here they have arrived at once:
+The pools, the order of eviction and the retention policy are those of a server. The disk is any
+`BackingTier` that has done what it was asked for when it is polled next, as `SimulatedDisk` has.
+What a server's links and queues add is when bytes arrive. Here they have arrived at once:
 
 - a block that VRAM evicts is copied to host memory, unless it has a page there already;
 - VRAM and host memory add up, since pages whose blocks VRAM keeps are evicted first;
@@ -13,30 +13,30 @@ arrive. Here they have arrived at once:
 `tests/sizing/test_whole_cache.py` compares this with the whole `TieredCache` on the same requests.
 """
 
+import functools
 import heapq
 import itertools
 import math
 from array import array
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
+
+import msgspec
 
 from tieredkv.cache.block import Block
 from tieredkv.cache.pool import BlockPool
 from tieredkv.errors import IntegrityError
 from tieredkv.retention import RetentionPolicies
-from tieredkv.sizing.disk_index import DiskIndex, Life
+from tieredkv.sizing.disk import SimulatedClock
+from tieredkv.tier import BackingTier, BlockLife, Gone, Lent, Loaded, Stored, TouchItem
 from tieredkv.types import BlockHash, Tier
-
-SWEEP_S = 10.0
-"""How often expired blocks leave the disk, as the setting `sweep_interval` has it."""
 
 Hashes = Sequence[BlockHash]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class Capacity:
     """How many blocks each tier holds, infinite without a limit.
 
     Attributes:
@@ -56,17 +56,37 @@ Source = Tier | None
 """The tier that has a block; None if it has to be computed."""
 
 
-class Tiers:
+class Life(msgspec.Struct, gc=False):
+    """A block and its times.
+
+    Attributes:
+        block_hash: the block.
+        position: index of the block in its prompt.
+        computed_at, last_used: as of a `catalog.Entry`.
+        expires_at: when it becomes unreachable on disk; 0.0 if it may not go there.
+        claims: as of a `catalog.Entry`.
+        is_on_disk: whether the disk has stored it, and has not told that it is gone.
+    """
+
+    block_hash: BlockHash
+    position: int
+    computed_at: float
+    last_used: float
+    expires_at: float
+    claims: frozenset[str] = frozenset()
+    is_on_disk: bool = False
+
+
+class SimulatedTiers:
     """The tiers of a replay.
 
-    Invariants (`check`): those of the pools and of the index; a block has a life if, and only if,
-    it is in a tier.
+    Invariants (`check`): those of the pools; a block has a life if, and only if, it is in a tier.
 
     Attributes:
         device, host: pools of VRAM and of host memory; the latter is None without host memory.
-        index: of the disk; None without a disk.
+        disk: None without a disk.
         moved: blocks by the link that they were moved over, such as `device_host`.
-        num_filled, num_stored: blocks written to VRAM and to disk.
+        num_filled: blocks written to VRAM.
         ages: seconds since they were computed, of the blocks that each tier evicted for want of
             room; under None of those that were in no tier then.
         num_expired: blocks that have expired.
@@ -74,8 +94,10 @@ class Tiers:
 
     def __init__(
         self,
-        room: Room,
+        capacity: Capacity,
         policies: RetentionPolicies,
+        disk: BackingTier | None,
+        clock: SimulatedClock,
         *,
         num_distinct: int,
         most_blocks: int,
@@ -84,32 +106,38 @@ class Tiers:
         """Make empty tiers.
 
         Args:
-            room: how many blocks they hold.
+            capacity: how many blocks they hold.
             policies: those that requests claim, and no others.
+            disk: it is empty; None without a disk.
+            clock: the clock of the disk, which is set to the time of each request.
             num_distinct: how many different blocks there are at most.
             most_blocks: blocks of the longest prompt. It is computed in room beside that of VRAM if
                 VRAM is smaller.
             until: time of the last request.
         """
         self._policies, self._lives = policies, dict[BlockHash, Life]()
+        self._longest = functools.cache(policies.longest)
         self.moved = dict.fromkeys(("host_device", "device_host", "disk_host"), 0)
         self.ages: dict[Source, array[float]] = {each: array("d") for each in (*Tier, None)}
-        self.num_filled = self.num_stored = self.num_expired = 0
+        self.num_filled = self.num_expired = 0
         self._now = 0.0
         enough = num_distinct + most_blocks
-        kept = int(min(room.device, enough))
+        kept = int(min(capacity.device, enough))
         self.device = BlockPool(max(kept, most_blocks))
         self._off_device, self._off_host = dict[Block, BlockHash](), dict[Block, BlockHash]()
         self.device.on_evict = self._off_device.setdefault
         self._num_beside, self._beside = self.device.num_blocks - kept, list[Block]()
         self.host = None
-        if room.host > 0:
-            self.host = BlockPool(max(1, int(min(room.host, enough)) - self._reserve(room, kept)))
+        if capacity.host > 0:
+            self.host = BlockPool(
+                max(1, int(min(capacity.host, enough)) - self._reserve(capacity, kept))
+            )
             self.host.on_evict = self._off_host.setdefault
             self.host.is_duplicate = self.device.holds_young
+        self.disk, self._clock = disk, clock
+        self._expired = dict[BlockHash, Life]()  # copies on disk that it has not dropped yet
         self._off_disk = list[Life]()  # evicted from disk by this request
-        self.index = DiskIndex(room.disk, self._off_disk.append) if room.disk > 0 else None
-        self._owed, self._most_owed = OrderedDict[BlockHash, Life](), room.most_owed
+        self._owed, self._most_owed = dict[BlockHash, Life](), capacity.most_owed
         self._bars_host = any(
             Tier.HOST not in policies.tiers(frozenset([it])) for it in policies.names
         )
@@ -118,14 +146,13 @@ class Tiers:
         # A heap of deadlines, each with blocks that have it unless they were used again.
         self._due: list[tuple[float, int, Hashes]] = []
         self._numbers = itertools.count()
-        self._next_sweep = 0.0
 
     @staticmethod
-    def _reserve(room: Room, kept: int) -> int:
+    def _reserve(capacity: Capacity, kept: int) -> int:
         """Return how many pages hold what VRAM evicts next, as `Demoter` does."""
-        if room.host == math.inf or room.device == math.inf:
+        if capacity.host == math.inf or capacity.device == math.inf:
             return 0
-        return min(room.reserve, kept // 4, int(room.host) // 2)
+        return min(capacity.reserve, kept // 4, int(capacity.host) // 2)
 
     def serve(self, hashes: Hashes, now: float, claims: frozenset[str]) -> list[Source]:
         """Serve a request: find its blocks, and compute and keep the others.
@@ -138,12 +165,15 @@ class Tiers:
         Returns:
             Where each block was.
         """
-        self._now, device = now, self.device
+        self._now = self._clock.moment = now
+        device = self.device
         if self._beside:
             device.release(self._beside)
             self._beside = []
         if self._has_expiry:
             self._expire()
+        if self.disk is not None:
+            self._hear()
         table = device.find(hashes)
         sources: list[Source] = [Tier.DEVICE] * len(hashes)
         missing = [i for i, block in enumerate(table) if block is None]
@@ -160,7 +190,7 @@ class Tiers:
         if self._num_beside:
             self._beside = device.allocate(self._num_beside) or []
             self._move_down()
-        if self.index is not None:
+        if self.disk is not None:
             self._write_owed()
             if self._off_disk:
                 self._leave_disk()
@@ -178,28 +208,15 @@ class Tiers:
 
         Pages are held until their blocks are in VRAM, and make room for what VRAM evicts then.
         """
-        now, device, host, lives = self._now, self.device, self.host, self._lives
-        pages, num_read = list[Block](), 0
-        expires_at = self._disk_deadline(claims, now)
-        is_owed = expires_at > now
-        wanted = [hashes[i] for i in missing]
-        for i, block_hash in zip(missing, wanted, strict=True):
-            if (old := lives.get(block_hash)) is not None:
-                page = host.lookup(block_hash) if host is not None else None
-                if page is not None:
-                    pages.append(page)
-                    sources[i] = Tier.HOST
-                    continue
-                if old.is_on_disk and now < old.expires_at:  # as `index.get`, but faster
-                    sources[i] = Tier.DISK
-                    num_read += 1
-                    continue
-            sources[i] = None
-            lives[block_hash] = life = Life(block_hash, i, now, now, expires_at, claims)
-            if is_owed:
-                self._owed[block_hash] = life
+        device, host = self.device, self.host
+        pages, on_disk = self._find(hashes, missing, sources, claims)
+        lost = self._read([(i, self._lives[hashes[i]]) for i in on_disk]) if on_disk else []
+        if lost:
+            self._find(hashes, lost, sources, claims)  # they are computed
+        num_read = len(on_disk) - len(lost)
         if host is not None:
             host.acquire(pages)
+        wanted = [hashes[i] for i in missing]
         fresh = device.allocate(len(missing))
         assert fresh is not None, "VRAM has no room for one request"
         device.insert_filled(fresh, wanted)
@@ -212,9 +229,41 @@ class Tiers:
         self.moved["disk_host"] += num_read
         self.num_filled += len(missing)
 
+    def _find(
+        self, hashes: Hashes, indices: Iterable[int], sources: list[Source], claims: frozenset[str]
+    ) -> tuple[list[Block], list[int]]:
+        """Note where blocks are that VRAM lacks, and compute those that are nowhere.
+
+        Returns:
+            Their pages in host memory, and the indices of those that are to be read from disk.
+        """
+        now, host, lives, owed = self._now, self.host, self._lives, self._owed
+        pages, on_disk = list[Block](), list[int]()
+        expires_at = self._disk_deadline(claims, now)
+        is_owed = expires_at > now
+        for i in indices:
+            block_hash = hashes[i]
+            if (old := lives.get(block_hash)) is not None:
+                page = host.lookup(block_hash) if host is not None else None
+                if page is not None:
+                    pages.append(page)
+                    sources[i] = Tier.HOST
+                    continue
+                if old.is_on_disk:
+                    if now < old.expires_at:
+                        on_disk.append(i)
+                        sources[i] = Tier.DISK
+                        continue
+                    self._note_expired(old)
+            sources[i] = None
+            lives[block_hash] = life = Life(block_hash, i, now, now, expires_at, claims)
+            if is_owed:
+                owed[block_hash] = life
+        return pages, on_disk
+
     def _disk_deadline(self, claims: frozenset[str], computed_at: float) -> float:
         """Return until when the disk may keep blocks that are used now; 0.0 if it may not."""
-        if self.index is None or Tier.DISK not in self._policies.tiers(claims):
+        if self.disk is None or Tier.DISK not in self._policies.tiers(claims):
             return 0.0
         if not self._has_expiry:
             return math.inf
@@ -223,13 +272,30 @@ class Tiers:
     def _note_use(self, hashes: Hashes, found: Hashes, claims: frozenset[str]) -> None:
         """Note that blocks were used now, by a request with these claims, and which were found."""
         now, has_claimed = self._now, False
+        on_disk = list[Life]()
         for life in map(self._lives.__getitem__, found):
             life.last_used = now
+            if life.is_on_disk:
+                on_disk.append(life)
             if life.claims is not claims and not claims <= life.claims:
                 life.claims |= claims
                 has_claimed = True
-        if self._has_expiry or has_claimed:
+        is_extended = self._has_expiry or has_claimed
+        if is_extended:
             self._extend(hashes)
+        if not on_disk:
+            return
+        assert self.disk is not None
+        if is_extended:
+            longest = self._longest
+            self.disk.touch(
+                [
+                    TouchItem(life.block_hash, now, life.expires_at, longest(life.claims))
+                    for life in on_disk
+                ]
+            )
+        else:
+            self.disk.touch([TouchItem(life.block_hash, now) for life in on_disk])
 
     def _extend(self, hashes: Hashes) -> None:
         """Give blocks that are used now their deadlines; the disk may be owed them from now on.
@@ -244,7 +310,8 @@ class Tiers:
                 self._queue(claims, computed_at, hashes[first:index])
                 first, claims, computed_at = index, life.claims, life.computed_at
                 expires_at = self._disk_deadline(claims, computed_at)
-            if life.expires_at <= now < expires_at and not life.is_on_disk:
+            if life.expires_at <= now < expires_at:
+                self._note_expired(life)
                 self._owed[life.block_hash] = life
             life.expires_at = expires_at
         self._queue(claims, computed_at, hashes[first:])
@@ -261,26 +328,26 @@ class Tiers:
         some = list(map(lives.__getitem__, evicted))
         self.ages[Tier.DEVICE].extend([now - life.computed_at for life in some])
         if host is None:
-            for life in some:
-                self._leave_ram(life)
+            self._leave_ram(some)
             return
         absent = host.missing(evicted)
         if len(absent) < len(evicted):
             for block_hash in evicted:
                 host.end_duplicate(block_hash)
         if self._bars_host:
-            tiers_of, entering = self._policies.tiers, list[BlockHash]()
+            tiers_of, entering, barred = self._policies.tiers, list[BlockHash](), list[Life]()
             for block_hash in absent:
-                if Tier.HOST in tiers_of(lives[block_hash].claims):
+                life = lives[block_hash]
+                if Tier.HOST in tiers_of(life.claims):
                     entering.append(block_hash)
                 else:
-                    self._leave_ram(lives[block_hash])
+                    barred.append(life)
+            self._leave_ram(barred)
             absent = entering
         for first in range(0, len(absent), host.num_blocks):
             fitting = absent[first : first + host.num_blocks]
             num_copied = self._copy_down(fitting)
-            for block_hash in fitting[num_copied:]:
-                self._leave_ram(lives[block_hash])
+            self._leave_ram(map(lives.__getitem__, fitting[num_copied:]))
 
     def _leave_host(self) -> None:
         """Keep what host memory has evicted on disk, unless VRAM has it."""
@@ -288,34 +355,45 @@ class Tiers:
         self._off_host.clear()
         now, some = self._now, list(map(self._lives.__getitem__, evicted))
         self.ages[Tier.HOST].extend([now - life.computed_at for life in some])
-        for life in some:
-            if not life.is_on_disk and self.device.lookup(life.block_hash) is None:
-                self._leave_ram(life)
+        absent = [life for life in some if not life.is_on_disk]
+        if absent:
+            in_device = self.device.lookup
+            some = some if self.disk is not None else absent
+            self._leave_ram(life for life in some if in_device(life.block_hash) is None)
 
-    def _leave_ram(self, life: Life) -> None:
-        """Keep a block that has left VRAM and host memory on disk, if there is one."""
-        if not life.is_on_disk:
-            if self.index is not None:
-                self._owed.pop(life.block_hash, None)
-                if life.expires_at > self._now:
-                    self.num_stored += self.index.store([life], self._now)
-            if not life.is_on_disk:
+    def _leave_ram(self, some: Iterable[Life]) -> None:
+        """Keep blocks that have left VRAM and host memory on disk, if there is one."""
+        now, storing = self._now, list[Life]()
+        for life in some:
+            if storing and life.is_on_disk:  # what is stored may take its room
+                self._store(storing)
+                storing = []
+            if life.is_on_disk:
+                continue
+            self._owed.pop(life.block_hash, None)
+            if life.expires_at > now:
+                storing.append(life)
+            else:
                 self._forget(life)
+        if storing:
+            self._store(storing)
 
     def _write_owed(self) -> None:
         """Write the oldest blocks that are owed to the disk, if more are than may wait.
 
         What has no page yet is copied to one first, which is then the next to be evicted.
         """
-        owed, index, now = self._owed, self.index, self._now
-        assert index is not None
-        oldest = [owed.popitem(last=False)[1] for _ in range(len(owed) - self._most_owed)]
+        owed, now = self._owed, self._now
+        oldest = [*itertools.islice(owed.values(), max(0, len(owed) - self._most_owed))]
+        for life in oldest:
+            del owed[life.block_hash]
         some = [life for life in oldest if life.expires_at > now]
-        num_copied = 0
+        if not some:
+            return
         if self.host is not None:
-            num_copied = len(self.host.missing([life.block_hash for life in some]))
-        self.num_stored += index.store(some, now)
-        self.moved["device_host"] += num_copied
+            absent = self.host.missing([life.block_hash for life in some])
+            self.moved["device_host"] += len(absent)
+        self._store(some)
 
     def _copy_down(self, hashes: Hashes) -> int:
         """Copy blocks to pages as far as there are pages; return how many were copied."""
@@ -329,14 +407,100 @@ class Tiers:
         self.moved["device_host"] += len(pages)
         return len(pages)
 
+    # The disk
+
+    def _read(self, some: Sequence[tuple[int, Life]]) -> list[int]:
+        """Read blocks, each with its index, from disk; return the indices of those it lacks."""
+        assert self.disk is not None
+        lives = [life for _, life in some]
+        self.disk.load([_lent(page, life) for page, life in enumerate(lives)])
+        lost = self._hear(lives)
+        for page in lost:
+            lives[page].is_on_disk = False
+        return [some[page][0] for page in lost]
+
+    def _store(self, some: Sequence[Life]) -> None:
+        """Store blocks on disk; what it does not take and no other tier has is forgotten."""
+        assert self.disk is not None
+        lent, of, life = list[Lent](), None, None
+        for page, each in enumerate(some):
+            if (
+                of is None
+                or each.last_used != of.last_used
+                or each.computed_at != of.computed_at
+                or each.claims is not of.claims
+            ):
+                of, life = (
+                    each,
+                    BlockLife(
+                        retention=self._longest(each.claims),
+                        computed_at=each.computed_at,
+                        expires_at=each.expires_at,
+                        last_used=each.last_used,
+                    ),
+                )
+            lent.append(_lent(page, each, life))
+        self.disk.store(lent)
+        for page in self._hear(some):
+            if not self._is_in_ram(some[page].block_hash):
+                self._forget(some[page])
+
+    def _hear(self, on_loan: Sequence[Life] = ()) -> list[int]:
+        """Take in what the disk tells.
+
+        Args:
+            on_loan: the blocks that it was asked to read, or to write, by the numbers of their
+                pages.
+
+        Returns:
+            The pages whose blocks could not be read, or written.
+        """
+        assert self.disk is not None
+        expired, failed, num_ended = self._expired, list[int](), 0
+        for event in self.disk.poll():
+            if isinstance(event, Stored) and not event.reason:
+                num_ended += 1
+                life = on_loan[event.page_id]
+                life.is_on_disk = True
+                if expired:
+                    expired.pop(life.block_hash, None)
+            elif isinstance(event, Gone):
+                self._note_gone(event)
+            else:
+                assert isinstance(event, Stored | Loaded), event
+                num_ended += 1
+                if event.reason:
+                    failed.append(event.page_id)
+        assert num_ended == len(on_loan), "moves take no time"
+        return failed
+
+    def _note_expired(self, life: Life) -> None:
+        """Note that a copy on disk, if there is one, will never be found again."""
+        if life.is_on_disk:
+            life.is_on_disk = False
+            self._expired[life.block_hash] = life
+
+    def _note_gone(self, gone: Gone) -> None:
+        """Note that blocks have left the disk."""
+        for block_hash in cast(list[BlockHash], gone.hashes):
+            life = self._lives.get(block_hash)
+            if life is None or not life.is_on_disk:
+                life = self._expired.pop(block_hash)
+            life.is_on_disk = False
+            if gone.reason != "expired":
+                self._off_disk.append(life)
+            elif not self._is_in_ram(block_hash):  # else its claims keep it there
+                self._drop(life)
+
     def _leave_disk(self) -> None:
         """Forget what the disk has evicted, unless another tier has it."""
         now, lives = self._now, self._lives
         self.ages[Tier.DISK].extend([now - life.computed_at for life in self._off_disk])
         absent = self.device.missing([life.block_hash for life in self._off_disk])
         self._off_disk.clear()
-        for block_hash in self.host.missing(absent) if self.host is not None else absent:
-            life = lives.get(block_hash)
+        if self.host is not None:
+            absent = self.host.missing(absent)
+        for life in map(lives.get, absent):
             if life is not None and not life.is_on_disk:
                 self._forget(life)
 
@@ -358,7 +522,7 @@ class Tiers:
             heapq.heappush(self._due, (deadline, next(self._numbers), hashes))
 
     def _expire(self) -> None:
-        """Drop what has expired from VRAM and host memory, and now and then from the disk."""
+        """Drop what has expired from VRAM and host memory."""
         now, lives, due = self._now, self._lives, self._due
         while due and due[0][0] <= now:
             known, deadline = None, 0.0
@@ -369,11 +533,6 @@ class Tiers:
                     known, deadline = times, self._policies.deadline(*times)
                 if deadline <= now:  # else it is queued again
                     self._drop(life)
-        if self.index is not None and now >= self._next_sweep:
-            self._next_sweep = now + SWEEP_S
-            for life in self.index.sweep(now):
-                if not self._is_in_ram(life.block_hash):  # else its claims keep it there
-                    self._drop(life)
 
     def _drop(self, life: Life) -> None:
         """Make an expired block unreachable; a sweep takes it off the disk."""
@@ -383,6 +542,7 @@ class Tiers:
         if self.host is not None:
             self.host.drop(life.block_hash)
         self._owed.pop(life.block_hash, None)
+        self._note_expired(life)
         del self._lives[life.block_hash]
         self.num_expired += 1
 
@@ -391,8 +551,6 @@ class Tiers:
         self.device.check()
         if self.host is not None:
             self.host.check()
-        if self.index is not None:
-            self.index.check()
         for block_hash, life in self._lives.items():
             if not (self._is_in_ram(block_hash) or life.is_on_disk):
                 raise IntegrityError(f"block {block_hash!r} has a life, but is in no tier")
@@ -400,3 +558,17 @@ class Tiers:
             for block in pool.evictable() if pool is not None else ():
                 if block.block_hash is None or block.block_hash not in self._lives:
                     raise IntegrityError(f"block {block.block_hash!r} is in a tier without a life")
+
+
+def _lent(page: int, life: Life, stored: BlockLife | None = None) -> Lent:
+    """Return a page for a block; a trace tells no more of a block than its hash and its place."""
+    return Lent(
+        page_id=page,
+        block_hash=life.block_hash,
+        root=b"",
+        parent_hash=b"",
+        position=life.position,
+        namespace=b"",
+        size_bytes=1,
+        life=stored,
+    )
