@@ -355,8 +355,7 @@ class EngineCore:
                 self.on_logits(request.request_id, launched.logits[index])
             is_first = not request.num_output_tokens
             if is_first:
-                request.note_first_token()
-                self.cache.note_first_token(request.prefix)
+                request.note_first_token(self.cache.note_first_token(request.prefix))
             if not request.touched_at:
                 self._touch(request)
             request.append(token.token_id)

@@ -167,13 +167,15 @@ class Request:
             split_token=None if split is None else block_size * split,
         )
 
-    def note_first_token(self) -> None:
-        """Note in the usage when the first token has come, if that was predicted."""
-        forecast = self.prefix.forecast
-        if forecast is not None and self.usage is not None:
+    def note_first_token(self, outcome: tuple[float, float, str] | None) -> None:
+        """Note in the usage when the first token has come, if that was predicted.
+
+        Args:
+            outcome: after how many seconds it was expected, after how many it came, and what the
+                request waited for; None if it was not predicted.
+        """
+        if outcome is not None and self.usage is not None:
+            predicted_s, actual_s, kind = outcome
             self.usage = msgspec.structs.replace(
-                self.usage,
-                predicted_s=forecast.predicted_s,
-                actual_s=time.monotonic() - forecast.made_at,
-                forecast_kind=forecast.kind,
+                self.usage, predicted_s=predicted_s, actual_s=actual_s, forecast_kind=kind
             )

@@ -232,7 +232,7 @@ class Scheduler:
             self.cache.make_room(request.prefix, self._num_blocks(request))
 
     def predict(self, busy_s: Callable[[], float]) -> None:
-        """Plan what was admitted without anything to load, so that its receipt has a forecast.
+        """Plan what was admitted without anything to load, so that its first token is predicted.
 
         This comes after the step is issued, so that it delays no request.
 

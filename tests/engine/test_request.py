@@ -1,9 +1,7 @@
 """A request reports which tiers its prompt came from."""
 
-import time
 
 from tieredkv.cache.block import Block
-from tieredkv.cache.forecasts import Forecast
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.row import State
 from tieredkv.engine.engine_messages import EngineRequest
@@ -95,7 +93,7 @@ def test_a_block_whose_load_failed_is_a_miss_and_not_a_choice() -> None:
 def test_a_request_that_loads_nothing_has_no_split_and_no_prediction() -> None:
     request = make_request(70, [Tier.DEVICE, Tier.DEVICE, None, None])
     request.usage = request.measure_usage(SIZE, 0, why_missed)
-    request.note_first_token()
+    request.note_first_token(None)
     assert request.usage.split_token is request.usage.predicted_s is None
     assert request.usage.actual_s is None
 
@@ -103,9 +101,7 @@ def test_a_request_that_loads_nothing_has_no_split_and_no_prediction() -> None:
 def test_the_predicted_time_of_the_first_token_is_told_beside_the_real_one() -> None:
     request = make_request(70, [Tier.DISK] * 4)
     request.usage = request.measure_usage(SIZE, 0, why_missed)
-    request.prefix.forecast = Forecast(
-        "restored", time.monotonic() - 2.0, planned_s=1.25, lag_s=0.25
-    )
-    request.note_first_token()
+    request.note_first_token((1.5, 2.5, "restored"))
     assert request.usage.predicted_s == 1.5
-    assert request.usage.actual_s is not None and 2.0 <= request.usage.actual_s < 3.0
+    assert request.usage.actual_s == 2.5
+    assert request.usage.forecast_kind == "restored"

@@ -32,32 +32,47 @@ def test_a_lag_of_some_time_ago_is_not_expected_again(monkeypatch: pytest.Monkey
 
 
 def test_what_a_step_says_needs_no_lag(monkeypatch: pytest.MonkeyPatch) -> None:
-    forecasts, now = Forecasts(), 1000.0
+    rig, now = Rig(has_store=False), 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    issued = forecasts.with_step(None, 1.0)
-    planned = forecasts.make(1.0, is_restored=False)
+    forecasts = Forecasts(is_on=True)
+    issued, computed, restored, first, second = (rig.start(each, 1) for each in "abcde")
+    forecasts.note_step([issued], lambda: 1.0)
+    forecasts.note_plan([(first, False, 1.0)])
     now += 5.0
-    for late in (issued, planned):
-        forecasts.learn(late)
-    assert forecasts.with_step(None, 1.0).predicted_s == 1.0
-    assert forecasts.make(1.0, is_restored=False).predicted_s == 5.0
-    assert forecasts.make(1.0, is_restored=True).predicted_s == 1.0
+    assert forecasts.note_first_token(issued) == (1.0, 5.0, "issued")
+    assert forecasts.note_first_token(first) == (1.0, 5.0, "computed")
+    forecasts.note_plan([(computed, False, 1.0), (restored, True, 1.0)])
+    forecasts.note_step([second], lambda: 1.0)
+    assert forecasts.note_first_token(second) == (1.0, 0.0, "issued")
+    assert forecasts.note_first_token(computed) == (5.0, 0.0, "computed")
+    assert forecasts.note_first_token(restored) == (1.0, 0.0, "restored")
 
 
-def test_the_step_that_gives_a_request_its_first_token_says_when_that_comes() -> None:
+def test_nothing_is_expected_of_a_request_that_was_released() -> None:
+    rig, forecasts = Rig(has_store=False), Forecasts(is_on=True)
+    prefix = rig.start("a", 1)
+    forecasts.note_plan([(prefix, False, 1.0)])
+    forecasts.forget(prefix)
+    assert forecasts.note_first_token(prefix) is None
+
+
+def test_the_step_that_gives_a_request_its_first_token_says_when_that_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
     rig = Rig(restore="auto")
     first, second = rig.start("a", 4), rig.start("b", 4)
     rig.plan()
-    planned = [prefix.forecast for prefix in (first, second)]
-    assert [forecast and forecast.kind for forecast in planned] == ["computed", "computed"]
+    planned = rig.cache.note_first_token(second)
+    assert planned is not None and planned.kind == "computed"
     rig.cache.begin_step(0.0, [first], lambda: 7.0)
-    assert first.forecast is not None
-    assert first.forecast.kind == "issued"
-    assert first.forecast.planned_s == pytest.approx(7.0, abs=1.0)
-    known = first.forecast
+    now += 1.0
     rig.cache.begin_step(0.0, [first, second], lambda: 9.0)
-    assert first.forecast is known, "the step with its next token says nothing new"
-    assert second.forecast is planned[1], "it is told as it was expected at first"
+    # The step with its next token says nothing new.
+    assert rig.cache.note_first_token(first) == (7.0, 1.0, "issued")
+    # It is told as it was expected at first.
+    assert rig.cache.note_first_token(second) == (planned.predicted_s, 1.0, "computed")
     for prefix in (first, second):
         rig.compute(prefix)
         rig.finish(prefix)
@@ -72,8 +87,10 @@ def test_a_request_without_a_plan_is_told_by_the_step_that_gives_its_first_token
     prefix = rig.queue("a", 4)
     assert rig.cache.admit(prefix, 4)
     rig.cache.begin_step(0.0, [prefix], lambda: 7.0)
-    told = prefix.forecast and (prefix.forecast.kind, prefix.forecast.planned_s)
-    assert told == (("issued", 7.0) if restore == "auto" else None)
+    told = rig.cache.note_first_token(prefix)
+    assert (told and (told.predicted_s, told.kind)) == (
+        (7.0, "issued") if restore == "auto" else None
+    )
     rig.cache.release(prefix)
     rig.check_nothing_is_held()
 
@@ -90,6 +107,6 @@ def test_copies_that_are_under_way_are_waited_for() -> None:
     assert rig.transfer.has_pending
     rig.tiers.device_link.up_rate.bytes_per_s = BLOCK_BYTES
     second = rig.start("a", 4)
-    assert second.forecast is not None
-    assert second.forecast.kind == "restored"
-    assert second.forecast.planned_s >= 4.0
+    told = rig.cache.note_first_token(second)
+    assert told is not None and told.kind == "restored"
+    assert told.predicted_s >= 4.0

@@ -1,5 +1,8 @@
 """When requests are expected to get their first token, and how late others were.
 
+Nothing is decided by them. `TieredCache` shows them what happens (`Forecasts`), and they tell what
+was expected once a first token has come.
+
 A request is told once: by the plan at its admission, or by the step that is issued then, if its
 first token comes with that. The plan knows the device and the links. It does not know what else is
 computed in a step, nor what the engine's own thread takes, so that the lag of others is added. The
@@ -12,7 +15,10 @@ import statistics
 import sys
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
+
+from tieredkv.cache.prefix import Prefix
 
 NUM_LAGS = 32
 LAG_S = 10.0
@@ -43,6 +49,20 @@ class Forecast(NamedTuple):
         return self.planned_s + self.lag_s
 
 
+class Outcome(NamedTuple):
+    """What was expected of a first token that has come.
+
+    Attributes:
+        predicted_s: from the first plan until the first token, as expected then.
+        actual_s: the same, as it was.
+        kind: what the request waited for.
+    """
+
+    predicted_s: float
+    actual_s: float
+    kind: Kind
+
+
 class Lag:
     """Learns by how much later than planned requests get their first token."""
 
@@ -62,44 +82,61 @@ class Lag:
 
 
 class Forecasts:
-    """Makes the forecasts of all requests, and learns from those whose time has come."""
+    """Observes the requests of a cache, and learns from those whose first token has come."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_on: bool) -> None:
+        """Know no request.
+
+        Args:
+            is_on: whether loads are planned, so that there is something to expect.
+        """
+        self._is_on = is_on
+        self._of: dict[Prefix, Forecast] = {}
         self._lags: defaultdict[Kind, Lag] = defaultdict(Lag)
         self._issued_at = -sys.float_info.max  # the last step
 
-    def make(self, planned_s: float, *, is_restored: bool) -> Forecast:
-        """Return the forecast of a request that has just been planned for the first time.
+    def note_plan(self, planned: Iterable[tuple[Prefix, bool, float]]) -> None:
+        """Make the forecasts of admitted requests that are planned for the first time.
 
         Args:
-            planned_s: until its first token.
-            is_restored: whether it lacks blocks that slower tiers have.
+            planned: each request, whether it lacks blocks that slower tiers have, and until when
+                its first token is planned, in seconds.
         """
-        kind: Kind = "restored" if is_restored else "computed"
-        return Forecast(kind, time.monotonic(), planned_s, self._lags[kind].seconds)
+        if not self._is_on:
+            return
+        for prefix, is_restored, planned_s in planned:
+            if prefix.blocks and prefix not in self._of:
+                kind: Kind = "restored" if is_restored else "computed"
+                lag_s = self._lags[kind].seconds
+                self._of[prefix] = Forecast(kind, time.monotonic(), planned_s, lag_s)
 
-    def note_issue(self) -> None:
-        """Note that a step was issued."""
-        self._issued_at = time.monotonic()
+    def note_step(self, ending: Iterable[Prefix], done_s: Callable[[], float]) -> None:
+        """Note that a step is issued, which knows best when it gives a first token.
 
-    def is_new(self, forecast: Forecast) -> bool:
-        """Return whether a forecast was made after the last step was issued."""
-        return forecast.made_at > self._issued_at
-
-    def with_step(self, forecast: Forecast | None, done_s: float) -> Forecast:
-        """Return the forecast of a request that gets its first token with the step issued now.
+        A request that was planned before the last step is told as it was expected then.
 
         Args:
-            forecast: of the request, if it was planned.
-            done_s: for how long the device is busy with this step and those before it.
+            ending: prefixes of the requests that get a token with it.
+            done_s: returns for how long the device is busy with this step and those before it.
         """
         now = time.monotonic()
-        made_at = now if forecast is None else forecast.made_at
-        planned_s = now - made_at + done_s
-        return Forecast("issued", made_at, planned_s, 0.0)
+        for prefix in ending if self._is_on else ():
+            forecast = self._of.get(prefix)
+            made_at = now if forecast is None else forecast.made_at
+            if forecast is None or made_at > self._issued_at:
+                self._of[prefix] = Forecast("issued", made_at, now - made_at + done_s(), 0.0)
+        self._issued_at = time.monotonic()
 
-    def learn(self, forecast: Forecast) -> None:
-        """Learn from a forecast whose time has come."""
+    def note_first_token(self, prefix: Prefix) -> Outcome | None:
+        """Learn from the forecast of a request that gets its first token; tell what it was."""
+        forecast = self._of.get(prefix)
+        if forecast is None:
+            return None
+        actual_s = time.monotonic() - forecast.made_at
         if forecast.kind != "issued":
-            late_s = time.monotonic() - forecast.made_at - forecast.planned_s
-            self._lags[forecast.kind].learn(late_s)
+            self._lags[forecast.kind].learn(actual_s - forecast.planned_s)
+        return Outcome(forecast.predicted_s, actual_s, forecast.kind)
+
+    def forget(self, prefix: Prefix) -> None:
+        """Forget a request that is released."""
+        self._of.pop(prefix, None)

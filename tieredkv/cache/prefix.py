@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from tieredkv.cache.block import Block
 from tieredkv.cache.counters import COMPUTED_SOONER
-from tieredkv.cache.forecasts import Forecast
 from tieredkv.cache.groups import PREFIX, KVGroup, hit_end
 from tieredkv.cache.row import Row, State
 from tieredkv.errors import IntegrityError
@@ -44,7 +43,6 @@ class Prefix:
         block_ids: the ids of `blocks`, as a model takes them.
         groups: of the model's layers, by what a hit needs of them.
         rows: for each group the state of each full block.
-        forecast: of its first token; None before it is admitted, and unless `restore` is `auto`.
         disk_until: until when the disk has each block, in seconds, as was known when the request
             came or was admitted; 0 of blocks that it does not have. Empty before that.
         num_present: if `read_ends` are given, how many blocks of the head were in the tiers.
@@ -62,7 +60,6 @@ class Prefix:
     block_ids: "array[int]" = field(default_factory=lambda: array("i"))
     groups: Sequence[KVGroup] = (PREFIX,)
     rows: list[Row] = field(init=False)
-    forecast: Forecast | None = None
     disk_until: list[int] = field(default_factory=list)
     num_present: int = 0
     prefetched: list[BlockHash] = field(default_factory=list)

@@ -28,7 +28,7 @@ from tieredkv.cache.departures import Departures
 from tieredkv.cache.disk_link import Read, Write
 from tieredkv.cache.draining import Drainer
 from tieredkv.cache.expiry import Expiry
-from tieredkv.cache.forecasts import Forecasts
+from tieredkv.cache.forecasts import Forecasts, Outcome
 from tieredkv.cache.hits import Hits
 from tieredkv.cache.lives import Lives
 from tieredkv.cache.lookups import Lookups
@@ -105,7 +105,7 @@ class TieredCache:
         self._promoter = Promoter(tiers, self._admitted.keys())
         self._restores = self._promoter.restores
         self._demoter = Demoter(tiers)
-        self._forecasts = Forecasts()
+        self._forecasts = Forecasts(is_on=tiers.restore == "auto")
         self._departures = Departures(tiers, self._demoter)
         self._lives = Lives(tiers)
         self._touches = Touches(tiers, self._demoter, self._lives)
@@ -346,7 +346,7 @@ class TieredCache:
         prefix.block_ids = array("i")
         prefix.disk_until = []
         prefix.row.begin(len(prefix.hashes))
-        prefix.forecast = None
+        self._forecasts.forget(prefix)
         self._demoter.note_change()
 
     # Steps
@@ -361,7 +361,7 @@ class TieredCache:
                 read for that time.
             ending: prefixes of the requests that get a token with it.
             done_s: returns for how long the device is busy with this step and those before it.
-                Most steps are given no request whose forecast this improves, and need not know.
+                It is seldom asked.
 
         Returns:
             The CUDA event that the late layers of the step have to wait for; None if there is none.
@@ -369,10 +369,7 @@ class TieredCache:
         late_event = self._tiers.device_link.late_event
         if self._restores and issue_s:
             self._promoter.pump(issue_s)
-        for prefix in ending if self._tiers.restore == "auto" else ():
-            if prefix.forecast is None or self._forecasts.is_new(prefix.forecast):
-                prefix.forecast = self._forecasts.with_step(prefix.forecast, done_s())
-        self._forecasts.note_issue()
+        self._forecasts.note_step(ending, done_s)
         return late_event
 
     def end_step(self) -> None:
@@ -402,16 +399,14 @@ class TieredCache:
         """
         self._tiers.compute_rate.num_read_beside = num_read_beside
         planned = self._promoter.plan(requests, busy_s)
-        if self._tiers.restore != "auto":
-            return
-        for (prefix, _, _), (is_restored, done_s) in zip(requests, planned, strict=True):
-            if prefix.blocks and prefix.forecast is None:
-                prefix.forecast = self._forecasts.make(done_s, is_restored=is_restored)
+        self._forecasts.note_plan(
+            (request.prefix, each.is_restored, each.done_s)
+            for request, each in zip(requests, planned, strict=False)
+        )
 
-    def note_first_token(self, prefix: Prefix) -> None:
-        """Learn from a request's forecast, since its time has come."""
-        if prefix.forecast is not None:
-            self._forecasts.learn(prefix.forecast)
+    def note_first_token(self, prefix: Prefix) -> Outcome | None:
+        """Note that a request gets its first token; return what was expected, if it was planned."""
+        return self._forecasts.note_first_token(prefix)
 
     def is_due(self, prefix: Prefix, seconds: float) -> bool:
         """Return whether what is loaded for a request arrives within this time, by the plan."""
