@@ -30,10 +30,11 @@ from tieredkv.types import BlockHash, HashAlgo
 logger = logging.getLogger(__name__)
 
 MAX_PLANNED = 16
-"""Queued requests whose loads are planned: more of them would take long, and wait for long."""
+"""Queued requests whose loads are planned.
 
-PREFETCH_AGAIN_S = 0.05
-"""While only queued requests have blocks to load, it is planned so often, and not in each step."""
+The queue tells up to 127 requests that may come next. To plan them all would take each step more
+than 10 ms of the engine's thread.
+"""
 
 MAX_ADMITTED_TOKENS = 32_768
 """The most prompt tokens that are admitted in one step.
@@ -109,7 +110,6 @@ class Scheduler:
         self._makes_room = True
         self._refused: Request | None = None
         self._prepared_at: tuple[int, ...] = ()
-        self._planned_at = float("-inf")
         self._num_hashed_tokens = 0  # since the last step; negative if that admitted none
         self._is_unplanned = self._has_put_off = False
 
@@ -156,7 +156,7 @@ class Scheduler:
         budget = self.max_num_alone_tokens if is_alone else self.max_num_batched_tokens
         step, has_room = StepPlan(self.cache, self.block_size), True
         order = sorted(self.running, key=self._rank)
-        if self.cache.is_restoring and self._is_plan_due:
+        if self.cache.is_restoring:
             self._plan()
         num_decodes = bisect_left(order, True, key=lambda r: r.is_prefilling)
         busy = {each.asked.tenant for each in order[num_decodes:] if self._is_long(each)}
@@ -313,14 +313,8 @@ class Scheduler:
             self._preempt(victim)
         return None
 
-    @property
-    def _is_plan_due(self) -> bool:
-        is_old = time.monotonic() - self._planned_at >= PREFETCH_AGAIN_S
-        return is_old or not self.cache.only_prefetches
-
     def _plan(self) -> None:
         """Have the cache plan what to load for the requests that have prompts to compute."""
-        self._planned_at = time.monotonic()
         running = (
             RequestProgress(request.prefix, request.num_computed_tokens, request.num_tokens)
             for request in sorted(self.running, key=self._rank)

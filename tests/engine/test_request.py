@@ -1,6 +1,5 @@
 """A request reports which tiers its prompt came from."""
 
-
 from tieredkv.cache.block import Block
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.row import State

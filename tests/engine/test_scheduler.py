@@ -296,7 +296,7 @@ def test_a_store_that_hangs_holds_up_no_decode(monkeypatch: pytest.MonkeyPatch) 
     rig.check_nothing_is_held()
 
 
-def test_what_only_queued_requests_load_is_not_planned_in_each_step(
+def test_what_only_queued_requests_load_is_planned_in_each_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop = Loop(rig := Rig(num_blocks=8, num_pages=16))
@@ -311,18 +311,15 @@ def test_what_only_queued_requests_load_is_not_planned_in_each_step(
         plan(*args, **options)
 
     monkeypatch.setattr(rig.cache, "plan", note_plan)
-    monkeypatch.setattr(scheduler, "PREFETCH_AGAIN_S", 1e9)
     rig.store.is_held = True
     loop.add("queued", 25, seed=2)
     rig.store.answer(0)
-    for _ in range(4):
-        loop.step()
-    assert rig.cache.is_restoring and rig.cache.only_prefetches
-    assert len(plans) <= 1
-    monkeypatch.setattr(scheduler, "PREFETCH_AGAIN_S", 0.0)
-    num_before = len(plans)
     loop.step()
-    assert len(plans) == num_before + 1
+    assert rig.cache.is_restoring
+    num_before = len(plans)
+    for _ in range(3):
+        loop.step()
+    assert len(plans) == num_before + 3
     rig.store.is_held = False
     loop.run()
     assert loop.finished == ["running", "queued"]

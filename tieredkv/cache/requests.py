@@ -381,11 +381,6 @@ class TieredCache:
         """Whether a request has blocks to load or waits for some, so that `plan` is of use."""
         return bool(self._restores)
 
-    @property
-    def only_prefetches(self) -> bool:
-        """Whether no admitted request has blocks to load or waits for some."""
-        return not any(restore.is_admitted for restore in self._restores.order)
-
     def plan(
         self, requests: Sequence[RequestProgress], *, busy_s: float = 0.0, num_read_beside: int = 0
     ) -> None:
