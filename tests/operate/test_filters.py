@@ -15,7 +15,7 @@ from tieredkv.operate.chains import Chains
 from tieredkv.operate.columns import ChainColumns
 from tieredkv.operate.filters import FIELDS, parse_filter, parse_order
 from tieredkv.operate.models import NAME, KnownModel, KnownModels, note_model, read_models
-from tieredkv.operate.table import BLOCK, TIER_BITS, BlockTable, Kind
+from tieredkv.operate.table import BLOCK, TIER_BITS, BlockKind, BlockTable
 from tieredkv.types import Tier
 
 NOW = 1_000_000.0
@@ -34,7 +34,7 @@ def columns(model: KnownModel | None) -> ChainColumns:
     table["last_used"], table["hits"] = NOW - 60, 3
     table["tiers"] = TIER_BITS[Tier.DISK]
     table["tiers"][:4] |= TIER_BITS[Tier.HOST]
-    chains = Chains(BlockTable(table, [Kind(root, NAMESPACE, "24h")]))
+    chains = Chains(BlockTable(table, [BlockKind(root, NAMESPACE, "24h")]))
     return ChainColumns(chains, KnownModels([model] if model else []))
 
 
@@ -113,7 +113,7 @@ def test_every_field_sorts_and_a_minus_reverses() -> None:
     for name in FIELDS:
         assert CHAINS.places(parse_order(f"-{name}"), NOW).tolist() == [0]
     models = [model("m"), None, model("a")]
-    kinds = [Kind(it.root(NAMESPACE) if it else b"d", NAMESPACE, "24h") for it in models]
+    kinds = [BlockKind(it.root(NAMESPACE) if it else b"d", NAMESPACE, "24h") for it in models]
     table = np.zeros(5, BLOCK)
     table["key"], table["parent_key"] = range(1, 6), [0, 0, 0, 3, 0]
     table["position"], table["last_used"] = [0, 0, 0, 1, 0], [4, 3, 2, 2, 1]

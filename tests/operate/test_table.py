@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from tests.storage.blocks import digest, make_record, told_by_engine
 from tieredkv.operate.ram import RamBlocks
-from tieredkv.operate.table import TIER_BITS, BlockTable, Kind, TableReader
+from tieredkv.operate.table import TIER_BITS, BlockKind, BlockTable, TableReader
 from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
 from tieredkv.storage.index.environment import Index
 from tieredkv.storage.index.pages import DATA_FILE
@@ -74,7 +74,7 @@ def expected(entry: Located) -> tuple[object, ...]:
     start, parent = (each[:16].ljust(16, b"\0") for each in (it.block_hash, it.parent_hash))
     return (
         *(int.from_bytes(each, "big") for each in (start[:8], start[8:], parent[:8])),
-        Kind(it.root, it.namespace, it.retention),
+        BlockKind(it.root, it.namespace, it.retention),
         *(it.position, it.size_bytes, entry.payload_bytes, it.hits),
         *(it.computed_at, it.expires_at, it.last_used),
         TIER_BITS[Tier.DISK],

@@ -24,7 +24,7 @@ NUM_LAGS = 32
 LAG_S = 10.0
 """The lag of a request's first token is the median of so many requests of the last seconds."""
 
-Kind = Literal["restored", "computed", "issued"]
+ForecastKind = Literal["restored", "computed", "issued"]
 """What a request waits for: blocks that slower tiers have, its turn, or the step that is issued."""
 
 
@@ -38,7 +38,7 @@ class Forecast(NamedTuple):
         lag_s: how much later than planned others of the kind got theirs; 0.0 if it is issued.
     """
 
-    kind: Kind
+    kind: ForecastKind
     made_at: float
     planned_s: float
     lag_s: float
@@ -60,7 +60,7 @@ class Outcome(NamedTuple):
 
     predicted_s: float
     actual_s: float
-    kind: Kind
+    kind: ForecastKind
 
 
 class Lag:
@@ -92,7 +92,7 @@ class Forecasts:
         """
         self._is_on = is_on
         self._of: dict[Prefix, Forecast] = {}
-        self._lags: defaultdict[Kind, Lag] = defaultdict(Lag)
+        self._lags: defaultdict[ForecastKind, Lag] = defaultdict(Lag)
         self._issued_at = -sys.float_info.max  # the last step
 
     def note_plan(self, planned: Iterable[tuple[Prefix, bool, float]]) -> None:
@@ -106,7 +106,7 @@ class Forecasts:
             return
         for prefix, is_restored, planned_s in planned:
             if prefix.blocks and prefix not in self._of:
-                kind: Kind = "restored" if is_restored else "computed"
+                kind: ForecastKind = "restored" if is_restored else "computed"
                 lag_s = self._lags[kind].seconds
                 self._of[prefix] = Forecast(kind, time.monotonic(), planned_s, lag_s)
 

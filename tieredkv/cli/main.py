@@ -43,7 +43,7 @@ MODULES = {
 """The verbs of each module of this package."""
 
 
-class Verbs(UserDict[str, Any]):
+class VerbCommands(UserDict[str, Any]):
     """The command of each verb; its module is imported when the verb is looked up."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Verbs(UserDict[str, Any]):
         return command
 
 
-@click.group(commands=Verbs(), invoke_without_command=True, context_settings=CONTEXT)
+@click.group(commands=VerbCommands(), invoke_without_command=True, context_settings=CONTEXT)
 @click.version_option(tieredkv.__version__, prog_name="tieredkv")
 @click.pass_context
 def cli(context: click.Context) -> None:

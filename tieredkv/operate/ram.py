@@ -24,7 +24,7 @@ from tieredkv.operate.table import (
 )
 from tieredkv.operate.worker import Worker
 
-Part = Mapping[str, Any]
+RamPart = Mapping[str, Any]
 """Some blocks, in a form that fits into a message; empty from an engine that tells of none.
 
 `records` has them side by side, `tiers` their sums of `TIER_BITS`, and `retentions` the names of
@@ -40,7 +40,7 @@ class RamBlocks:
         is_told: whether the engine has told all of them; it may be silent.
     """
 
-    def __init__(self, parts: Iterable[Part]) -> None:
+    def __init__(self, parts: Iterable[RamPart]) -> None:
         reader, self.is_told = TableReader(), True
         for part in parts:
             self.is_told &= "engine" not in part
@@ -59,7 +59,7 @@ class RamBlocks:
 class RamRecords(RamBlocks):
     """All that is known of the blocks that VRAM and host memory hold."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[RamPart]) -> None:
         super().__init__(parts)
         told = [part for part in parts if "records" in part]
         self._rows = np.frombuffer(b"".join(part["records"] for part in told), RECORD)

@@ -75,15 +75,15 @@ BLOCK = np.dtype(
         ("tiers", "u1"),
     ]
 )
-"""One row of a table; `kind` is the number of its `Kind`, `tiers` is a sum of `TIER_BITS`, and all
-else is as in the record.
+"""One row of a table; `kind` is the number of its `BlockKind`, `tiers` is a sum of `TIER_BITS`, and
+all else is as in the record.
 """
 
 Blocks = NDArray[np.void]
 """[num_blocks] BLOCK."""
 
 
-class Kind(NamedTuple):
+class BlockKind(NamedTuple):
     """What many blocks have in common: the root and the namespace, and the retention policy."""
 
     root: bytes
@@ -100,7 +100,7 @@ class BlockTable(NamedTuple):
     """
 
     blocks: Blocks
-    kinds: Sequence[Kind]
+    kinds: Sequence[BlockKind]
 
     def unexpired(self, now: float) -> "BlockTable":
         """Return the table of those blocks that have not expired."""
@@ -128,7 +128,7 @@ class TableReader:
 
     def __init__(self) -> None:
         self._blocks, self._num_read = np.empty(0, BLOCK), 0
-        self._kinds = list[Kind]()
+        self._kinds = list[BlockKind]()
         self._numbers: defaultdict[bytes, int] = defaultdict(lambda: len(self._numbers))
 
     @property
@@ -164,7 +164,7 @@ class TableReader:
         for number in range(len(self._kinds), len(self._numbers)):
             row = rows[numbers.index(number)]
             root, namespace = digest_in(row, "root"), row["namespace"].tobytes()
-            self._kinds.append(Kind(root, namespace, retention_in(row, retentions)))
+            self._kinds.append(BlockKind(root, namespace, retention_in(row, retentions)))
         is_read = np.isfinite(sum(rows[name] for name in _TIMES))
         if not is_read.all():
             blocks = blocks[is_read]

@@ -30,7 +30,7 @@ _STARTS_A_CALL = 16_384  # fits into a frame that the worker accepts
 _MAX_REPLY_BYTES = 16 << 20  # in one frame from the worker: thousands of records
 _decoder = msgspec.msgpack.Decoder(messages.Reply)
 
-Part = TypeVar("Part", bound=msgspec.Struct)
+ReplyPart = TypeVar("ReplyPart", bound=msgspec.Struct)
 Channel = FrameChannel[messages.Reply]
 VerbProgress = Callable[[int, int], object]
 """Called with (blocks done, blocks in all) during a long verb."""
@@ -111,12 +111,12 @@ class Worker:
         for part in self.parts(asked, messages.EngineAnswer):
             yield part.body
 
-    def one(self, asked: messages.Asked, kind: type[Part]) -> Part:
+    def one(self, asked: messages.Asked, kind: type[ReplyPart]) -> ReplyPart:
         """Ask, and return the one part of the answer."""
         [part] = self.parts(asked, kind)
         return part
 
-    def parts(self, asked: messages.Asked, kind: type[Part]) -> Iterator[Part]:
+    def parts(self, asked: messages.Asked, kind: type[ReplyPart]) -> Iterator[ReplyPart]:
         """Ask, and yield the parts of the answer as they come; all of them have to be taken."""
         self.channel.send(asked)
         while received := self.channel.receive(self.timeout_s):
