@@ -485,7 +485,9 @@ class SimulatedTiers:
         for block_hash in cast(list[BlockHash], gone.hashes):
             life = self._lives.get(block_hash)
             if life is None or not life.is_on_disk:
-                life = self._expired.pop(block_hash)
+                life = self._expired.pop(block_hash, None)
+            if life is None:  # a load has found that it is gone
+                continue
             life.is_on_disk = False
             if gone.reason != "expired":
                 self._off_disk.append(life)
