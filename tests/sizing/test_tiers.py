@@ -27,13 +27,16 @@ class FaultyDisk(FakeTier):
         self.asked = list[tuple[str, list[tuple[bytes, float | None]]]]()
         self._reason, self._events = reason, list[Event]()
 
+    def lookup(self, hashes: Sequence[bytes]) -> int:
+        raise AssertionError("a replay knows what its disk has told")
+
     def load(self, lent: Sequence[Lent]) -> None:
         self.asked.append(("load", [(each.block_hash, None) for each in lent]))
         self._events += [Loaded(each.page_id, "checksum") for each in lent]
 
     def store(self, lent: Sequence[Lent]) -> None:
-        times = [(each.block_hash, each.life and each.life.expires_at) for each in lent]
-        self.asked.append(("store", times))
+        times = [(each.block_hash, each.record.expires_at) for each in lent]
+        self.asked.append(("store", [*times]))
         self._events += [Stored(each.page_id, self._reason) for each in lent]
 
     def touch(self, items: Sequence[TouchItem]) -> None:
