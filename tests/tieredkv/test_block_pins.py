@@ -1,6 +1,5 @@
 """A block that a copy still reads is not reused, even after its last release."""
 
-from tieredkv.cache.block import Content
 from tieredkv.cache.pool import BlockPool
 from tieredkv.types import BlockHash
 
@@ -9,7 +8,7 @@ def filled_pool(length: int) -> BlockPool:
     pool = BlockPool(length)
     for number, block in enumerate(pool.allocate(length) or []):
         pool.insert(block, BlockHash(b"%d" % number))
-        block.content = Content.READY
+        block.fill()
         pool.release([block])
     return pool
 

@@ -38,7 +38,7 @@ def fill(pool: BlockPool, *names: str) -> list[Block]:
     chain = take(pool, len(names))
     for block, text in zip(chain, names, strict=True):
         assert pool.insert(block, name(text)) is block
-        block.content = Content.READY
+        block.fill()
     return chain
 
 
@@ -248,13 +248,13 @@ def test_blocks_that_a_floor_keeps_are_passed_over_once_and_keep_their_place() -
     for number in range(30):
         [block] = take(pool, 1)
         pool.insert(block, name(number), b"quiet")
-        block.content = Content.READY
+        block.fill()
         pool.release([block])
     pool.floors = {b"quiet": 30}
     for number in range(30, 40):
         [block] = pool.allocate(1, tenant=b"flood") or []
         pool.insert(block, name(number), b"flood")
-        block.content = Content.READY
+        block.fill()
         pool.release([block])
     assert [ids(pool.allocate(1, tenant=b"flood")) for _ in range(2)] == [[30], [31]]
     assert asked == [30, 31]
@@ -310,7 +310,7 @@ def test_a_block_that_is_being_filled_is_found_and_not_ready(pool: BlockPool) ->
     pool.insert(block, name("a"))
     assert pool.lookup(name("a")) is block
     assert not block.is_ready
-    block.content = Content.READY
+    block.fill()
     assert block.is_ready
 
 
@@ -578,7 +578,7 @@ def test_duplicates_within_a_tenants_floor_are_not_evicted_for_another(evicted: 
     chain = take(pool, 4)
     for block, text in zip(chain, "abcd", strict=True):
         pool.insert(block, name(text), b"owner")
-        block.content = Content.READY
+        block.fill()
     pool.release(chain)
     assert pool.allocate(2, tenant=b"other") is None
     assert ids(pool.allocate(1, tenant=b"other")) == [3]
@@ -699,7 +699,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def mark_ready(self, data: st.DataObject) -> None:
         block_id = data.draw(st.sampled_from(self.used()))
-        self.blocks[block_id].content = Content.READY
+        self.blocks[block_id].fill()
         self.ready.add(block_id)
 
     @precondition(lambda self: self.used() or self.free())

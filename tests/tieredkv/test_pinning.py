@@ -5,7 +5,6 @@ import pytest
 from tests.fake_store import DAY_S, Rig, chain_of
 from tests.fakes import START
 from tests.golden import refused
-from tieredkv.cache.block import Content
 from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.prefix import BlockClaim, Prefix
 from tieredkv.errors import RequestError
@@ -47,7 +46,7 @@ def filled_pool(pinned: set[BlockHash], *names: str) -> BlockPool:
     for block_hash in hashes(*names):
         [block] = pool.allocate(1) or []
         pool.insert(block, block_hash)
-        block.content = Content.READY
+        block.fill()
         pool.release([block])
         pool.check()
     return pool
@@ -112,7 +111,7 @@ def test_pinned_blocks_that_a_floor_keeps_do_not_hide_those_that_may_be_taken() 
     pool.drop(hashes("a")[0])
     [block] = pool.allocate(1) or []
     pool.insert(block, hashes("a")[0], b"quiet")
-    block.content = Content.READY
+    block.fill()
     pool.release([block])
     pool.touch(hashes("b"))
     pool.acquire(block for block in pool.find(hashes("c", "d")) if block)
@@ -130,7 +129,7 @@ def test_blocks_that_a_floor_keeps_are_taken_instead_of_pinned_ones_and_not_besi
     tenants = [b"quiet"] * 8 + [b"other"] * 3
     for block, block_hash, tenant in zip(blocks, hashes(*"abcdefghxyz"), tenants, strict=True):
         pool.insert(block, block_hash, tenant)
-        block.content = Content.READY
+        block.fill()
     pool.release(blocks)
     pool.floors = {b"quiet": 8}
     pool.allocate(1, only_empty=True)
