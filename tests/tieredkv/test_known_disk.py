@@ -185,6 +185,29 @@ def test_a_queued_request_has_what_the_disk_has_read_ahead_and_kept_there() -> N
     rig.check_nothing_is_held()
 
 
+def test_what_leaves_memory_while_a_request_waits_for_room_is_read_ahead() -> None:
+    rig = Rig(num_blocks=8, is_write_behind=True)
+    rig.run("a", 4)
+    rig.turn(4)
+    assert rig.on_disk("a", 4) == [0, 1, 2, 3]
+    assert rig.cache.flush(Tier.HOST, deadline=time.monotonic() + 30.0)
+    rig.store.tell_all()
+    first, prefix = rig.start("b", 6), rig.queue("a", 4)
+    rig.turn()
+    assert rig.store.loaded == []
+    for block_hash in prefix.hashes:
+        rig.tiers.drop_copy(Tier.HOST, block_hash, "capacity")
+    assert not rig.admit(prefix)
+    rig.turn(3)
+    assert sorted(rig.store.loaded) == sorted(prefix.hashes)
+    rig.finish(first)
+    while not rig.admit(prefix):
+        rig.turn()
+    assert rig.finish(prefix) == 0
+    assert len(rig.store.loaded) == 4
+    rig.check_nothing_is_held()
+
+
 def test_a_request_with_read_ends_hits_at_the_last_of_them_that_the_disk_has() -> None:
     rig = told()
     prefix = rig.prefix("a", 6)

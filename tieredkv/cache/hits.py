@@ -39,12 +39,13 @@ class Hits:
             return []
         end = None if prefix.read_ends is None else max(prefix.read_ends, default=0)
         hashes, known = prefix.hashes[:end], prefix.disk_until
-        until: list[int] = tiers.presence.until(hashes).tolist()
-        until += [0] * (len(prefix.hashes) - len(until))
+        until = [0] * len(prefix.hashes)
+        if missing := tiers.host.missing(tiers.device.missing(hashes)):
+            until[: len(hashes)] = tiers.presence.until(hashes).tolist()
         if not tiers.presence.is_whole and known:  # what the disk has answered counts as well
             until[: len(known)] = [*map(max, until, known)]
         prefix.disk_until = until
-        return tiers.host.missing(tiers.device.missing(hashes))
+        return missing
 
     def begin(self, prefix: Prefix) -> list[BlockHash]:
         """Do as `look` does for a chain that has just arrived, and note what RAM has of it."""

@@ -44,7 +44,7 @@ class Prefix:
         groups: of the model's layers, by what a hit needs of them.
         rows: for each group the state of each full block.
         disk_until: until when the disk has each block, in seconds, as was known when the request
-            came or was admitted; 0 of blocks that it does not have. Empty before that.
+            came or was admitted; 0 of blocks that it does not have, and of all if RAM had them all.
         num_present: if `read_ends` are given, how many blocks of the head were in the tiers.
         prefetched: blocks that were read from disk for it while it waits; they are evicted last.
     """

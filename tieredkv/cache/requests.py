@@ -142,14 +142,16 @@ class TieredCache:
             self._lookups.ask(prefix, [each for each in missing if each not in on_disk])
 
     def _use(self, prefix: Prefix, missing: Collection[BlockHash]) -> None:
-        """Prefetch what the disk has of a queued request's chain and RAM lacks."""
+        """Prefetch what the disk has of a queued request's chain and RAM lacks, or lacks now."""
         if not any(prefix.disk_until):
             return
         tiers, absent, now = self._tiers, set(missing), self._tiers.clock.now()
         found = [
             block_hash
             for index, block_hash in enumerate(prefix.hashes)
-            if prefix.is_on_disk(index, now) and block_hash in absent
+            if block_hash in absent
+            and prefix.is_on_disk(index, now)
+            and prefix.row[index] in (State.FOUND, State.COMPUTE)
         ]
         if found:
             tiers.events.note_found(prefix, {*found})
@@ -201,7 +203,8 @@ class TieredCache:
         device = self._tiers.device
         if self._room.lacks_still(prefix, num_blocks, is_alone):
             return self._refusal(prefix)
-        self._ask(prefix, self._hits.look(prefix))
+        missing = self._hits.look(prefix)
+        self._ask(prefix, missing)
         if not self._lookups.is_settled(prefix):
             return self._refusal(prefix)
         self._expiry.drop_among(prefix.hashes)
@@ -213,6 +216,7 @@ class TieredCache:
         if fresh is None:
             device.release(found[::-1])
             self._room.note_refused(prefix, num_blocks, is_alone)
+            self._use(prefix, missing)  # some of it may have left RAM since the request came
             return self._refusal(prefix)
         rest = iter(fresh)
         is_whole = len(found) == len(prefix.hashes) and prefix.row.first(State.COMING) < 0
