@@ -34,7 +34,7 @@ def test_a_lag_of_some_time_ago_is_not_expected_again(monkeypatch: pytest.Monkey
 def test_what_a_step_says_needs_no_lag(monkeypatch: pytest.MonkeyPatch) -> None:
     rig, now = Rig(has_store=False), 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    forecasts = Forecasts(is_on=True)
+    forecasts = Forecasts()
     issued, computed, restored, first, second = (rig.start(each, 1) for each in "abcde")
     forecasts.note_step([issued], lambda: 1.0)
     forecasts.note_plan([(first, False, 1.0)])
@@ -49,7 +49,7 @@ def test_what_a_step_says_needs_no_lag(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_expected_of_a_request_that_was_released() -> None:
-    rig, forecasts = Rig(has_store=False), Forecasts(is_on=True)
+    rig, forecasts = Rig(has_store=False), Forecasts()
     prefix = rig.start("a", 1)
     forecasts.note_plan([(prefix, False, 1.0)])
     forecasts.forget(prefix)

@@ -84,13 +84,7 @@ class Lag:
 class Forecasts:
     """Observes the requests of a cache, and learns from those whose first token has come."""
 
-    def __init__(self, *, is_on: bool) -> None:
-        """Know no request.
-
-        Args:
-            is_on: whether loads are planned, so that there is something to expect.
-        """
-        self._is_on = is_on
+    def __init__(self) -> None:
         self._of: dict[Prefix, Forecast] = {}
         self._lags: defaultdict[ForecastKind, Lag] = defaultdict(Lag)
         self._issued_at = -sys.float_info.max  # the last step
@@ -102,8 +96,6 @@ class Forecasts:
             planned: each request, whether it lacks blocks that slower tiers have, and until when
                 its first token is planned, in seconds.
         """
-        if not self._is_on:
-            return
         for prefix, is_restored, planned_s in planned:
             if prefix.blocks and prefix not in self._of:
                 kind: ForecastKind = "restored" if is_restored else "computed"
@@ -120,7 +112,7 @@ class Forecasts:
             done_s: returns for how long the device is busy with this step and those before it.
         """
         now = time.monotonic()
-        for prefix in ending if self._is_on else ():
+        for prefix in ending:
             forecast = self._of.get(prefix)
             made_at = now if forecast is None else forecast.made_at
             if forecast is None or made_at > self._issued_at:

@@ -105,7 +105,7 @@ class TieredCache:
         self._promoter = Promoter(tiers, self._admitted.keys())
         self._restores = self._promoter.restores
         self._demoter = Demoter(tiers)
-        self._forecasts = Forecasts(is_on=tiers.restore == "auto")
+        self._forecasts = Forecasts()
         self._departures = Departures(tiers, self._demoter)
         self._lives = Lives(tiers)
         self._touches = Touches(tiers, self._demoter, self._lives)
@@ -373,8 +373,13 @@ class TieredCache:
         late_event = self._tiers.device_link.late_event
         if self._restores and issue_s:
             self._promoter.pump(issue_s)
-        self._forecasts.note_step(ending, done_s)
+        self._forecasts.note_step(ending if self._plans else (), done_s)
         return late_event
+
+    @property
+    def _plans(self) -> bool:
+        """Whether loads are planned, so that it is known when a first token comes."""
+        return self._tiers.restore == "auto"
 
     def end_step(self) -> None:
         """Note that the step was issued, before its rows are completed."""
@@ -398,10 +403,11 @@ class TieredCache:
         """
         self._tiers.compute_rate.num_read_beside = num_read_beside
         planned = self._promoter.plan(requests, busy_s)
-        self._forecasts.note_plan(
-            (request.prefix, each.is_restored, each.done_s)
-            for request, each in zip(requests, planned, strict=False)
-        )
+        if self._plans:
+            self._forecasts.note_plan(
+                (request.prefix, each.is_restored, each.done_s)
+                for request, each in zip(requests, planned, strict=True)
+            )
 
     def note_first_token(self, prefix: Prefix) -> Outcome | None:
         """Note that a request gets its first token; return what was expected, if it was planned."""
