@@ -443,11 +443,12 @@ class TieredCache:
             self._handlers[type(told)](told)
 
     def refresh(self) -> None:
-        """Refresh some blocks of the chains that requests have used.
+        """Refresh some blocks of the chains that were used, and note what the disk has told.
 
         This is work for a moment in which the device computes and no token waits to be sent.
         """
         self._touches.go_on()
+        self._tiers.presence.settle()
 
     def pump(self) -> None:
         """Expire blocks, load and demote ahead of need; called once a step."""
