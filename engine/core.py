@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 
 from tieredkv.config import Settings
+from tieredkv.engine.chains import Chains
 from tieredkv.engine.engine_messages import EngineInfo, EngineRequest, TokenOutput, failed
 from tieredkv.engine.grammars import Compiled, Compiler, Grammars, Matcher
 from tieredkv.engine.kv_digests import KVDigests
 from tieredkv.engine.parts import Build, build_parts, known_model
-from tieredkv.engine.prefixes import Prefixes
 from tieredkv.engine.prompt import pack_prompt
 from tieredkv.engine.prompt_inspections import PromptInspections
 from tieredkv.engine.prompt_scores import score_prompt
@@ -113,7 +113,7 @@ class EngineCore:
             self._runner, self._timer, self._rate_file = parts.runner, parts.timer, parts.rate_file
             self._choice, self._max_model_len = parts.choice, parts.max_model_len
             fingerprint = parts.model.fingerprint
-            self._prefixes = Prefixes(settings, parts.spec, fingerprint, parts.tiers.clock)
+            self._prefixes = Chains(settings, parts.spec, fingerprint, parts.tiers.clock)
             self.operations = parts.operations
             self.kv_digests = KVDigests(self._prefixes, self.operations, parts.device_blocks)
             self.tier_stats = TierStats(
@@ -293,7 +293,7 @@ class EngineCore:
     def _launch(self, scheduled: list[ScheduledRow]) -> _Launched | None:
         """Issue a step; while the device computes it, do the work that does not need its tokens."""
         batch = [row.row for row in scheduled]
-        ending = (row.request.prefix for row in scheduled if row.row.needs_logits)
+        ending = (row.request.chain for row in scheduled if row.row.needs_logits)
         late_event = self.cache.begin_step(
             self._timer.issue_s(batch),
             ending,
@@ -355,7 +355,7 @@ class EngineCore:
                 self.on_logits(request.request_id, launched.logits[index])
             is_first = not request.num_output_tokens
             if is_first:
-                request.note_first_token(self.cache.note_first_token(request.prefix))
+                request.note_first_token(self.cache.note_first_token(request.chain))
             if not request.touched_at:
                 self._touch(request)
             request.append(token.token_id)
@@ -389,7 +389,7 @@ class EngineCore:
 
     def _touch(self, request: Request) -> None:
         request.touched_at = time.monotonic()
-        self.cache.touch(request.prefix)
+        self.cache.touch(request.chain)
 
     def _finish_reason(self, request: Request, token_id: int) -> str | None:
         state, num_tokens = request.sampler, request.num_output_tokens

@@ -4,8 +4,8 @@ import xxhash
 from torch import Tensor
 
 from tieredkv.cache.operations import Operations
+from tieredkv.engine.chains import Chains
 from tieredkv.engine.engine_messages import EngineRequest
-from tieredkv.engine.prefixes import Prefixes
 from tieredkv.types import BlockHash
 
 
@@ -13,13 +13,13 @@ class KVDigests:
     """Reads the full blocks of prompts from VRAM.
 
     Args:
-        prefixes: hashes the prompts.
+        chains: hashes the prompts.
         operations: knows which blocks are in VRAM.
         device_blocks: uint8 [num_blocks, block_bytes], their contents.
     """
 
-    def __init__(self, prefixes: Prefixes, operations: Operations, device_blocks: Tensor) -> None:
-        self._prefixes, self._operations, self._device_blocks = prefixes, operations, device_blocks
+    def __init__(self, chains: Chains, operations: Operations, device_blocks: Tensor) -> None:
+        self._prefixes, self._operations, self._device_blocks = chains, operations, device_blocks
 
     def by_block(self, request: EngineRequest) -> dict[BlockHash, str]:
         """Return the xxh3_128 digests of a prompt's full blocks that are in VRAM, head to tail.

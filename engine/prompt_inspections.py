@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from tieredkv.cache.operations import Operations
+from tieredkv.engine.chains import Chains
 from tieredkv.engine.engine_messages import EngineRequest, Tokenize, Tokenized
-from tieredkv.engine.prefixes import Prefixes
 from tieredkv.engine.slices import Slices
 from tieredkv.operate.calls import Inspect
 from tieredkv.pieces import Pieces
@@ -28,11 +28,11 @@ class PromptInspections:
         on_prompt: called with each prompt that the server has to tokenize; None without a server.
     """
 
-    def __init__(self, operations: Operations, prefixes: Prefixes, slices: Slices) -> None:
+    def __init__(self, operations: Operations, chains: Chains, slices: Slices) -> None:
         self.on_prompt: Callable[[Tokenize], object] | None = None
         self._ids = itertools.count(1)
         self._untokenized: dict[int, tuple[Mapping[BlockHash, bytes], Tell]] = {}
-        self._operations, self._prefixes = operations, prefixes
+        self._operations, self._prefixes = operations, chains
         self._slices = slices
 
     def begin(self, call: Inspect, roots: Mapping[BlockHash, bytes], tell: Tell) -> object:
@@ -61,14 +61,14 @@ class PromptInspections:
     ) -> Pieces[None]:
         """Ask the disk for the blocks of a prompt, and report once it has answered."""
         token_ids = request.prompt_token_ids
-        prefix = yield from self._prefixes.making(request, token_ids)
+        chain = yield from self._prefixes.making(request, token_ids)
         all_roots = {**roots, **(yield from self._operations.roots())}
-        others = yield from self._prefixes.elsewhere(prefix, token_ids, all_roots)
+        others = yield from self._prefixes.elsewhere(chain, token_ids, all_roots)
 
         def report(on_disk: Mapping[bytes, bytes]) -> Pieces[None]:
-            asked = prefix, len(token_ids), others, on_disk
+            asked = chain, len(token_ids), others, on_disk
             tell(msgspec.to_builtins((yield from self._operations.inspect(*asked))))
 
         self._operations.look_up(
-            [*prefix.hashes, *others], lambda found: self._slices.begin(report(found))
+            [*chain.hashes, *others], lambda found: self._slices.begin(report(found))
         )

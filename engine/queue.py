@@ -1,4 +1,4 @@
-"""The queue of waiting requests: fair between tenants, and grouped by prefix within a tenant.
+"""The queue of waiting requests: fair between tenants, and grouped by chain within a tenant.
 
 Tenants share by start-time fair queueing. It is the turn of the tenant for which the fewest tokens
 were computed; a tenant that returns starts level with the others. So if a tenant had nothing
@@ -17,12 +17,13 @@ Called by the engine's thread only.
 Source: start-time fair queueing, Goyal, Vin and Cheng 1996.
 """
 
+import itertools
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence, Set
-from itertools import chain, islice
+from itertools import islice
 
-from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.chain import Chain
 from tieredkv.engine.request import Request
 from tieredkv.errors import RequestError
 from tieredkv.hashing import num_shared
@@ -45,7 +46,7 @@ class RequestQueue:
         waited_s: how long the request that was admitted last had waited.
     """
 
-    def __init__(self, block_size: int, num_held: Callable[[Prefix], int]) -> None:
+    def __init__(self, block_size: int, num_held: Callable[[Chain], int]) -> None:
         self._block_size, self._num_held = block_size, num_held
         self.waited_s = 0.0
         self._queues: dict[str, OrderedDict[Request, None]] = {}
@@ -59,7 +60,7 @@ class RequestQueue:
         return sum(map(len, self._queues.values()))
 
     def __iter__(self) -> Iterator[Request]:
-        return chain.from_iterable(self._queues.values())
+        return itertools.chain.from_iterable(self._queues.values())
 
     @property
     def tenants(self) -> Set[str]:
@@ -81,8 +82,8 @@ class RequestQueue:
         What a preempted request has left in memory gives it no precedence over new requests.
         """
         last = self._last.get(request.asked.tenant, ())
-        num_held = 0 if request.table_key else self._num_held(request.prefix)
-        num_held = max(num_shared(request.prefix.hashes, last), num_held)
+        num_held = 0 if request.table_key else self._num_held(request.chain)
+        num_held = max(num_shared(request.chain.hashes, last), num_held)
         return request.num_tokens - self._block_size * num_held
 
     def check_room(self, tenant: str, most: int) -> None:
@@ -119,7 +120,7 @@ class RequestQueue:
         tenant = request.asked.tenant
         self._tokens[tenant] += request.num_uncached_tokens
         self._num_admitted[tenant] += 1
-        self._last[tenant] = request.prefix.hashes
+        self._last[tenant] = request.chain.hashes
         if not request.table_key:
             self.waited_s = time.monotonic() - request.added_at
         self.remove(request)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.chain import Chain
 from tieredkv.engine.engine_messages import EngineRequest, RequestUsage, TokenLogprob
 from tieredkv.engine.sampler import SamplerState, Scores
 from tieredkv.engine.step_buffers import pending
@@ -46,7 +46,7 @@ class Request:
     """
 
     asked: EngineRequest
-    prefix: Prefix
+    chain: Chain
     sampler: SamplerState
     max_output_tokens: int
     token_ids: list[int] = field(init=False)
@@ -126,7 +126,7 @@ class Request:
         self.num_pending_tokens -= 1
 
     def measure_usage(
-        self, block_size: int, num_recomputed_tokens: int, why_missed: Callable[[Prefix, int], str]
+        self, block_size: int, num_recomputed_tokens: int, why_missed: Callable[[Chain, int], str]
     ) -> RequestUsage:
         """Count the prompt's tokens by the tier that they were found in.
 
@@ -136,19 +136,19 @@ class Request:
                 computed again; they are not counted as cached.
             why_missed: returns the reason why a block of the chain was not found.
         """
-        prefix = self.prefix
-        sources = prefix.origins()[: self.num_prompt_tokens // block_size]
+        chain = self.chain
+        sources = chain.origins()[: self.num_prompt_tokens // block_size]
         if self.own_hashes:
             sources = [
                 None if block_hash in self.own_hashes else source
-                for source, block_hash in zip(sources, prefix.hashes, strict=False)
+                for source, block_hash in zip(sources, chain.hashes, strict=False)
             ]
         counts = {tier: block_size * sources.count(tier) for tier in Tier}
         for index, num_tokens in self.overlaps.items():
             if index < len(sources) and (source := sources[index]) is not None:
                 counts[source] -= num_tokens
         missed = [index for index, source in enumerate(sources) if source is None]
-        overtaken = prefix.computed_sooner(missed)
+        overtaken = chain.computed_sooner(missed)
         loaded = [it for it, source in enumerate(sources) if source in (Tier.HOST, Tier.DISK)]
         split = overtaken[-1] + 1 if overtaken else loaded[0] if loaded else None
         first = min(set(missed).difference(overtaken) or missed, default=None)
@@ -163,7 +163,7 @@ class Request:
             recomputed_tokens=block_size * len(sources) - sum(counts.values()) - written,
             queue_s=self.admitted_at - self.added_at,
             miss_token=block_size * (len(sources) if first is None else first),
-            miss_reason=None if first is None else why_missed(prefix, first),
+            miss_reason=None if first is None else why_missed(chain, first),
             split_token=None if split is None else block_size * split,
         )
 

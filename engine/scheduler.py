@@ -115,7 +115,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request; its blocks are looked up and prefetched from now on."""
-        self.cache.arrive(request.prefix)
+        self.cache.arrive(request.chain)
         self.waiting.append(request)
         self._num_hashed_tokens += request.num_tokens
         self._quick.note_asked(request.asked.tenant)
@@ -129,7 +129,7 @@ class Scheduler:
                 self._quick.note_ended(request.asked.tenant)
         else:
             self.waiting.remove(request)
-        self.cache.release(request.prefix)
+        self.cache.release(request.chain)
 
     @property
     def has_short_steps(self) -> bool:
@@ -214,7 +214,7 @@ class Scheduler:
         if request is None:
             return False
         num_blocks, is_alone = self._num_blocks(request), not self.running
-        return self.cache.make_room(request.prefix, num_blocks, is_alone=is_alone)
+        return self.cache.make_room(request.chain, num_blocks, is_alone=is_alone)
 
     def prepare(self) -> None:
         """Make room for the next request, if its turn may come in the next step."""
@@ -228,8 +228,8 @@ class Scheduler:
         if left >= self.max_num_batched_tokens:
             return
         request = self.waiting.upcoming()[0]
-        if self.cache.is_settled(request.prefix):
-            self.cache.make_room(request.prefix, self._num_blocks(request))
+        if self.cache.is_settled(request.chain):
+            self.cache.make_room(request.chain, self._num_blocks(request))
 
     def predict(self, busy_s: Callable[[], float]) -> None:
         """Plan what was admitted without anything to load, so that its first token is predicted.
@@ -247,11 +247,11 @@ class Scheduler:
     def complete(self, scheduled: ScheduledRow) -> None:
         """Note that a row is computed, and publish the blocks that it has filled."""
         request, end = scheduled.request, scheduled.end
-        prefix = request.prefix
+        chain = request.chain
         self.num_computed_tokens += end - scheduled.start
         first = scheduled.start // self.block_size
-        last = min(end // self.block_size, len(prefix.hashes))
-        self.cache.complete(prefix, first, last, has_rest=end % self.block_size > 0)
+        last = min(end // self.block_size, len(chain.hashes))
+        self.cache.complete(chain, first, last, has_rest=end % self.block_size > 0)
         request.num_computed_tokens = max(request.num_computed_tokens, end)
         if scheduled.row.needs_logits:
             request.expect_token()
@@ -260,30 +260,30 @@ class Scheduler:
         """Hash and publish the blocks that generated tokens have filled."""
         num_full = request.num_computed_tokens // self.block_size
         for block_hash in self._hash_behind(request, num_full):
-            self.cache.seal(request.prefix, block_hash)
+            self.cache.seal(request.chain, block_hash)
 
     def _hash_behind(self, request: Request, num_blocks: int) -> list[BlockHash]:
         """Hash the blocks behind a request's chain until the chain has `num_blocks` blocks."""
-        prefix, size = request.prefix, self.block_size
-        num_blocks = min(num_blocks, prefix.max_blocks)
-        if len(prefix.hashes) >= num_blocks:
+        chain, size = request.chain, self.block_size
+        num_blocks = min(num_blocks, chain.max_blocks)
+        if len(chain.hashes) >= num_blocks:
             return []
-        tokens = request.token_ids[len(prefix.hashes) * size : num_blocks * size]
-        if prefix.token_ids is not None:
-            prefix.token_ids[len(prefix.hashes) * size :] = array("I", tokens)
-        parent = prefix.hashes[-1] if prefix.hashes else prefix.root
+        tokens = request.token_ids[len(chain.hashes) * size : num_blocks * size]
+        if chain.token_ids is not None:
+            chain.token_ids[len(chain.hashes) * size :] = array("I", tokens)
+        parent = chain.hashes[-1] if chain.hashes else chain.root
         return chain_hashes(parent, tokens, size, algo=self.hash_algo)
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
         for request in self.waiting:
-            if request.is_running or request.prefix.blocks:
+            if request.is_running or request.chain.blocks:
                 raise IntegrityError(f"waiting request {request.request_id} holds a block table")
             if request.num_passes > MAX_PASSES:
                 what = f"waiting request {request.request_id} was passed {request.num_passes} times"
                 raise IntegrityError(f"{what}, but at most {MAX_PASSES} are allowed")
         for request in self.running:
-            capacity = len(request.prefix.blocks) * self.block_size
+            capacity = len(request.chain.blocks) * self.block_size
             if not request.is_running or capacity < request.num_computed_tokens:
                 what = f"running request {request.request_id} has more tokens"
                 raise IntegrityError(f"{what} than its block table holds")
@@ -298,8 +298,8 @@ class Scheduler:
             None if it has room, else why it has none.
         """
         num_blocks = -(-request.num_tokens // self.block_size)
-        while len(request.prefix.blocks) < num_blocks:
-            found = self.cache.extend(request.prefix, is_alone=len(self.running) == 1)
+        while len(request.chain.blocks) < num_blocks:
+            found = self.cache.extend(request.chain, is_alone=len(self.running) == 1)
             if found:
                 continue
             if found.is_coming:
@@ -316,12 +316,12 @@ class Scheduler:
     def _plan(self) -> None:
         """Have the cache plan what to load for the requests that have prompts to compute."""
         running = (
-            RequestProgress(request.prefix, request.num_computed_tokens, request.num_tokens)
+            RequestProgress(request.chain, request.num_computed_tokens, request.num_tokens)
             for request in sorted(self.running, key=self._rank)
             if request.is_prefilling
         )
         upcoming = self.waiting.upcoming()[:MAX_PLANNED]
-        queued = (RequestProgress(each.prefix, 0, each.num_tokens) for each in upcoming)
+        queued = (RequestProgress(each.chain, 0, each.num_tokens) for each in upcoming)
         num_read = sum(each.num_tokens for each in self.running if not each.is_prefilling)
         self.cache.plan([*running, *queued], busy_s=self.busy_s, num_read_beside=num_read)
 
@@ -339,7 +339,7 @@ class Scheduler:
                 break
             request, *others = self.waiting.upcoming()
             num_free = self.cache.num_free
-            if request.asked.tenant in busy or not self.cache.is_settled(request.prefix):
+            if request.asked.tenant in busy or not self.cache.is_settled(request.chain):
                 break
             if is_ahead and self._num_blocks(request) > num_free - len(self.running):
                 break
@@ -354,7 +354,7 @@ class Scheduler:
                     break
                 request = passing
             num_admitted_tokens += request.num_tokens
-            num_cached = self.block_size * request.prefix.num_expected
+            num_cached = self.block_size * request.chain.num_expected
             request.num_uncached_tokens = max(1, request.num_tokens - num_cached)
             if not self._is_long(request):
                 self._quick.note_admitted(request.asked.tenant)
@@ -371,8 +371,8 @@ class Scheduler:
 
     def _try(self, request: Request, *, is_alone: bool = False) -> Admission:
         """Admit a request, with blocks for its next token too, if there is room."""
-        prefix, num_blocks, makes_room = request.prefix, self._num_blocks(request), self._makes_room
-        found = self.cache.admit(prefix, num_blocks, is_alone=is_alone, makes_room=makes_room)
+        chain, num_blocks, makes_room = request.chain, self._num_blocks(request), self._makes_room
+        found = self.cache.admit(chain, num_blocks, is_alone=is_alone, makes_room=makes_room)
         if found.is_coming and not makes_room:
             self._refused = request
         return found
@@ -392,7 +392,7 @@ class Scheduler:
     def _comes_soon(self, request: Request) -> bool:
         """Whether a running request is brief and can soon be computed; see `BESIDE_BRIEF`."""
         is_brief = request.is_prefilling and self._is_brief(request)
-        return is_brief and self.cache.is_due(request.prefix, SOON_S)
+        return is_brief and self.cache.is_due(request.chain, SOON_S)
 
     def _num_left(self, request: Request) -> int:
         """Return how many tokens a running request has to compute, at most."""
@@ -411,9 +411,9 @@ class Scheduler:
         """Return the newest running request of the tenant that exceeds its floor the most."""
         held, floors = Counter[bytes](), self.cache.floors
         for request in self.running:
-            held[request.prefix.tenant] += len(request.prefix.blocks)
+            held[request.chain.tenant] += len(request.chain.blocks)
         beyond = {tenant: num - floors.get(tenant, 0) for tenant, num in held.items()}
-        return max(reversed(self.running), key=lambda each: beyond[each.prefix.tenant])
+        return max(reversed(self.running), key=lambda each: beyond[each.chain.tenant])
 
     def _stop_running(self, request: Request) -> None:
         self.running.remove(request)
@@ -426,17 +426,17 @@ class Scheduler:
         self.num_preemptions += 1
         assert not request.num_pending_tokens, request.request_id
         self._stop_running(request)
-        prefix = request.prefix
+        chain = request.chain
         if request.usage is None:
-            found = zip(prefix.hashes, prefix.origins(), prefix.blocks, strict=False)
+            found = zip(chain.hashes, chain.origins(), chain.blocks, strict=False)
             request.own_hashes.update(h for h, source, b in found if source is None and b.is_ready)
-        if prefix.read_ends is not None:  # it may resume where it was preempted
-            prefix.read_ends.append(request.num_computed_tokens // self.block_size)
-        self.cache.release(prefix)
+        if chain.read_ends is not None:  # it may resume where it was preempted
+            chain.read_ends.append(request.num_computed_tokens // self.block_size)
+        self.cache.release(chain)
         num_full = request.num_tokens // self.block_size
-        prefix.hashes.extend(self._hash_behind(request, num_full))
+        chain.hashes.extend(self._hash_behind(request, num_full))
         request.touched_at = 0.0
         request.num_computed_tokens = 0
         request.overlaps.clear()
         self.waiting.append(request)
-        self.cache.arrive(prefix)
+        self.cache.arrive(chain)

@@ -8,7 +8,7 @@ Called by the engine's thread only.
 
 from typing import NamedTuple
 
-from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.chain import Chain
 from tieredkv.cache.requests import TieredCache
 from tieredkv.engine.request import Request
 from tieredkv.engine.step_buffers import BatchRow
@@ -75,24 +75,24 @@ class StepPlan:
         Returns:
             How many tokens these are; 0 if there are none.
         """
-        prefix = request.prefix
+        chain = request.chain
         write_from = start = self._skip_ready(request)
         if start >= request.num_tokens:  # wholly cached, but for the last token's logits
             write_from = request.num_tokens
             start = request.num_tokens - 1
         end = self._end_within(request, start, budget)
         if write_from == start:
-            end = self._end_before_others(prefix, start, end)
+            end = self._end_before_others(chain, start, end)
         if end <= start:
             return 0
-        first, last = start // self._block_size, self._last_block(prefix, end)
-        self._claimed.update(block.block_id for block in prefix.blocks[first:last])
+        first, last = start // self._block_size, self._last_block(chain, end)
+        self._claimed.update(block.block_id for block in chain.blocks[first:last])
         if write_from == start:
-            self._cache.claim(prefix, first, last)
+            self._cache.claim(chain, first, last)
         row = BatchRow(
             token_ids=request.token_ids[start:end],
             start=start,
-            block_table=prefix.block_ids,
+            block_table=chain.block_ids,
             write_from=write_from,
             needs_logits=end == request.num_tokens,
             all_logits=request.num_unscored_tokens > 0,
@@ -104,8 +104,8 @@ class StepPlan:
 
     def _skip_ready(self, request: Request) -> int:
         """Count ready blocks as computed; return the first token behind them."""
-        size, blocks, start = self._block_size, request.prefix.blocks, request.num_computed_tokens
-        num_chain = len(request.prefix.hashes)
+        size, blocks, start = self._block_size, request.chain.blocks, request.num_computed_tokens
+        num_chain = len(request.chain.hashes)
         while start // size < num_chain and blocks[start // size].is_ready:
             if num_overlapping := start % size:
                 request.overlaps[start // size] = num_overlapping
@@ -125,16 +125,16 @@ class StepPlan:
             self._is_scored = True
         return end
 
-    def _end_before_others(self, prefix: Prefix, start: int, end: int) -> int:
+    def _end_before_others(self, chain: Chain, start: int, end: int) -> int:
         """Return where it ends so that nobody else fills, or has filled, a block of it."""
-        size, last = self._block_size, self._last_block(prefix, end)
-        stop = self._cache.stop(prefix, start // size, last)
+        size, last = self._block_size, self._last_block(chain, end)
+        stop = self._cache.stop(chain, start // size, last)
         for index in range(start // size, stop):
-            block = prefix.blocks[index]
+            block = chain.blocks[index]
             if block.is_ready or block.is_copying or block.block_id in self._claimed:
                 return index * size
         return end if stop == last else stop * size
 
-    def _last_block(self, prefix: Prefix, end: int) -> int:
+    def _last_block(self, chain: Chain, end: int) -> int:
         """Return the index behind the last block of the chain that has tokens before `end`."""
-        return min(-(-end // self._block_size), len(prefix.hashes))
+        return min(-(-end // self._block_size), len(chain.hashes))

@@ -22,10 +22,10 @@ from tests.fakes import FakeClock
 from tests.waiting import wait_until
 from tieredkv.cache.block import Block, Content
 from tieredkv.cache.catalog import Catalog, Entry
+from tieredkv.cache.chain import BlockClaim, Chain
 from tieredkv.cache.disk_link import EARLY_SHARE
 from tieredkv.cache.operations import ChooseBlock
 from tieredkv.cache.pool import BlockPool
-from tieredkv.cache.prefix import BlockClaim, Prefix
 from tieredkv.cache.requests import RequestProgress, TieredCache
 from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers
@@ -329,15 +329,15 @@ class Rig:
             pool.on_evict = self._poisoned(memory, pool.on_evict)
         self.cache = TieredCache(self.tiers)
         self.transfer.may_fill = self._is_unwritten
-        self.admitted: list[Prefix] = []
+        self.admitted: list[Chain] = []
         self.busy_s = 0.0
         self.num_computed = 0
         self.announces: Callable[[str], bool] = lambda name: False
-        self._fillers: dict[int, Prefix | None] = {}  # of device blocks; None is a link
-        self._found: dict[Prefix, set[int]] = {}
+        self._fillers: dict[int, Chain | None] = {}  # of device blocks; None is a link
+        self._found: dict[Chain, set[int]] = {}
         self.transfer.on_fill = lambda block_id: self._fillers.update({block_id: None})
 
-    def prefix(self, name: str, length: int, retention: str = "24h") -> Prefix:
+    def chain(self, name: str, length: int, retention: str = "24h") -> Chain:
         """Return the prefix of a request that has not arrived yet.
 
         A name such as `alice/chat` is a chain of the tenant `alice`; other names share a tenant.
@@ -345,7 +345,7 @@ class Rig:
         tenant, is_named, _ = name.partition("/")
         namespace = tenant.encode() if is_named else b"ns"
         hashes = chain_of(name, length)
-        prefix = Prefix(root_of(name), namespace, hashes, claims=kept_by(retention))
+        prefix = Chain(root_of(name), namespace, hashes, claims=kept_by(retention))
         if self.announces(name):
             prefix.token_ids = array("I")
             for block_hash in hashes:
@@ -365,7 +365,7 @@ class Rig:
         """Plan for the running requests, and for the queued ones that prefetch something."""
         self.admitted = [prefix for prefix in self.admitted if prefix.blocks]
         size = self.tiers.block_size
-        queued = [each for each in self.cache._restores.prefixes if each not in self.admitted]
+        queued = [each for each in self.cache._restores.chains if each not in self.admitted]
         requests = [
             RequestProgress(prefix, size * self._num_ready(prefix), size * len(prefix.hashes))
             for prefix in [*self.admitted, *queued]
@@ -373,19 +373,19 @@ class Rig:
         still = [each for each in requests if each.num_computed_tokens < each.num_tokens]
         self.cache.plan(still, busy_s=self.busy_s)
 
-    def _num_ready(self, prefix: Prefix) -> int:
+    def _num_ready(self, prefix: Chain) -> int:
         blocks = prefix.blocks[: len(prefix.hashes)]
         return next((i for i, block in enumerate(blocks) if not block.is_ready), len(blocks))
 
-    def queue(self, name: str, length: int, retention: str = "24h") -> Prefix:
+    def queue(self, name: str, length: int, retention: str = "24h") -> Chain:
         """Return the prefix of a request that has arrived."""
-        prefix = self.prefix(name, length, retention)
+        prefix = self.chain(name, length, retention)
         self.cache.arrive(prefix)
         self.check()
         return prefix
 
     def admit(
-        self, prefix: Prefix, num_blocks: int | None = None, *, is_alone: bool = False
+        self, prefix: Chain, num_blocks: int | None = None, *, is_alone: bool = False
     ) -> bool:
         """Try to give a request the blocks of its table; return whether it was admitted."""
         if not self.cache.is_settled(prefix):
@@ -402,7 +402,7 @@ class Rig:
         self.check()
         return is_admitted
 
-    def start(self, name: str, length: int, retention: str = "24h") -> Prefix:
+    def start(self, name: str, length: int, retention: str = "24h") -> Chain:
         """Return the prefix of a request that was admitted, after as many steps as that takes."""
         prefix = self.queue(name, length, retention)
         for _ in range(100):
@@ -411,7 +411,7 @@ class Rig:
             self.turn()
         raise AssertionError("not admitted in 100 steps")
 
-    def compute(self, prefix: Prefix, *, at_most: int = 1_000_000) -> int:
+    def compute(self, prefix: Chain, *, at_most: int = 1_000_000) -> int:
         """Compute blocks as the scheduler does, from the first one that is not ready.
 
         Returns:
@@ -431,7 +431,7 @@ class Rig:
         self.check()
         return count
 
-    def begin(self, prefix: Prefix) -> None:
+    def begin(self, prefix: Chain) -> None:
         """Compute some tokens of the first block that is not ready, if that may be computed."""
         index = self._num_ready(prefix)
         if index < len(prefix.hashes) and self.may_compute(prefix, index):
@@ -440,12 +440,12 @@ class Rig:
             self.device_bytes[block.block_id, : BLOCK_BYTES // 2] = POISON
             self.cache.complete(prefix, index, index, has_rest=True)
 
-    def may_compute(self, prefix: Prefix, index: int) -> bool:
+    def may_compute(self, prefix: Chain, index: int) -> bool:
         """Return whether a step may compute a block that is not ready."""
         is_left = self.cache.stop(prefix, index, index + 1) == index
         return not (prefix.blocks[index].is_copying or is_left)
 
-    def can_go_on(self, prefix: Prefix) -> bool:
+    def can_go_on(self, prefix: Chain) -> bool:
         """Return whether a request is ready, may compute, or waits for what is under way."""
         index = self._num_ready(prefix)
         if index == len(prefix.hashes) or self.may_compute(prefix, index):
@@ -460,7 +460,7 @@ class Rig:
             bytearray(payload_of(block_hash)), dtype=torch.uint8
         )
 
-    def finish(self, prefix: Prefix, *, steps: int = 100) -> int:
+    def finish(self, prefix: Chain, *, steps: int = 100) -> int:
         """Load and compute until all blocks are ready, and end the request.
 
         Returns the number of blocks that were computed.
@@ -477,7 +477,7 @@ class Rig:
         self.end(prefix)
         return count
 
-    def end(self, prefix: Prefix) -> None:
+    def end(self, prefix: Chain) -> None:
         """End a request whose blocks are all ready, and verify where it says that they are from."""
         for index, origin in enumerate(prefix.origins()):
             if index in self._found[prefix]:
@@ -497,7 +497,7 @@ class Rig:
         """Serve a request from arrival to end; return the number of blocks that it computed."""
         return self.finish(self.start(name, length, retention))
 
-    def verify(self, prefix: Prefix) -> None:
+    def verify(self, prefix: Chain) -> None:
         """Check the bytes of all ready blocks of a request; of an early one, its first half."""
         for block, block_hash in zip(prefix.blocks, prefix.hashes, strict=False):
             got = self.device_bytes[block.block_id].numpy().tobytes()
@@ -542,7 +542,7 @@ class Rig:
 
     def run_without_disk(self, name: str, length: int, retention: str = "24h") -> int:
         """Serve a request as `run` does, but without asking the disk, which may hang."""
-        prefix = self.prefix(name, length, retention)
+        prefix = self.chain(name, length, retention)
         self.pass_over_disk(prefix)
 
         def is_admitted() -> bool:
@@ -554,7 +554,7 @@ class Rig:
         wait_until(is_admitted, "never admitted")
         return self.finish(prefix)
 
-    def pass_over_disk(self, prefix: Prefix) -> None:
+    def pass_over_disk(self, prefix: Chain) -> None:
         """Have the disk not asked about a request, as if it had answered that it has nothing."""
         self.cache._lookups._asked[prefix] = {*prefix.hashes}
 

@@ -24,9 +24,9 @@ from unittest import mock
 import torch
 
 from tests.fake_tier import FakeTier
+from tieredkv.cache.chain import Chain
 from tieredkv.cache.compute_rate import ComputeRate
 from tieredkv.cache.device_link import MIN_SPLIT_BYTES, DeviceLink, _Pending, time_link
-from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.requests import Admission, TieredCache
 from tieredkv.config import Settings
 from tieredkv.engine import core
@@ -540,8 +540,8 @@ class ModelledCore(EngineCore):
         cache = TieredCache(tiers)
         admit = cache.admit
 
-        def admit_timed(prefix: Prefix, num_blocks: int, **options: bool) -> Admission:
-            found = admit(prefix, num_blocks, **options)
+        def admit_timed(chain: Chain, num_blocks: int, **options: bool) -> Admission:
+            found = admit(chain, num_blocks, **options)
             self.time.sleep(bool(found) * num_blocks * self.machine.block_s)
             return found
 

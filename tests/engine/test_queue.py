@@ -96,7 +96,7 @@ def test_the_longest_shared_prefix_counts() -> None:
     loop.add("far", 4 * SIZE, seed=2)
     near = loop.add("near", 4 * SIZE, seed=1)
     nearer = loop.add("nearer", 5 * SIZE, seed=1)
-    near.prefix.hashes[2:] = short.prefix.hashes[:2][::-1]
+    near.chain.hashes[2:] = short.chain.hashes[:2][::-1]
     assert order(loop.scheduler.waiting) == ["a", "nearer", "near", "far"]
     assert nearer.num_passes == 0
 
@@ -278,7 +278,7 @@ class Waiting:
     num_passes: int = 0
     num_tokens: int = 32
     added_at: float = 0.0
-    prefix: Any = field(default_factory=lambda: SimpleNamespace(hashes=[]))
+    chain: Any = field(default_factory=lambda: SimpleNamespace(hashes=[]))
 
     @property
     def asked(self) -> Any:

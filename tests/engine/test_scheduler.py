@@ -9,8 +9,8 @@ import pytest
 
 from tests.fake_store import Rig, kept_by, root_of
 from tieredkv.cache import lookups, room
+from tieredkv.cache.chain import Chain
 from tieredkv.cache.plan import Planner
-from tieredkv.cache.prefix import Prefix
 from tieredkv.engine import quick_tenants, scheduler
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.queue import MAX_PASSES
@@ -63,7 +63,7 @@ class Loop:
             EngineRequest(
                 request_id=name, prompt_token_ids=token_ids, params=params, tenant=tenant
             ),
-            prefix=Prefix(root, tenant.encode() or b"ns", hashes, claims=kept_by("24h")),
+            chain=Chain(root, tenant.encode() or b"ns", hashes, claims=kept_by("24h")),
             sampler=SamplerState(params, 0, eos_token_ids=frozenset(), prompt_token_ids=token_ids),
             max_output_tokens=max_tokens,
         )
@@ -100,7 +100,7 @@ class Loop:
 
     def compute(self, row: ScheduledRow) -> None:
         """Write the blocks that a forward pass would write; check those that it would read."""
-        prefix = row.request.prefix
+        prefix = row.request.chain
         self.num_computed_tokens += row.end - row.start
         self.rig.verify(prefix)
         for index, block in enumerate(prefix.blocks[: len(prefix.hashes)]):
@@ -117,7 +117,7 @@ class Loop:
         request, num_again = row.request, int(row.row.write_from > row.start)
         usage = request.measure_usage(SIZE, num_again, self.rig.cache.why_missed)
         num_again += sum(request.overlaps.values())
-        chain = request.prefix.hashes[: request.num_prompt_tokens // SIZE]
+        chain = request.chain.hashes[: request.num_prompt_tokens // SIZE]
         num_computed = SIZE * len(self.computed[request.request_id].intersection(chain))
         assert usage.written_tokens + usage.recomputed_tokens - num_again == num_computed
         assert usage.cached_tokens + num_again + num_computed == SIZE * len(chain)
@@ -134,15 +134,15 @@ class Loop:
         """Give a request its next token."""
         if not request.touched_at:
             request.touched_at = 1.0
-            self.rig.cache.touch(request.prefix)
+            self.rig.cache.touch(request.chain)
         request.append(7)
         num_full = request.num_computed_tokens // SIZE
-        if len(request.prefix.hashes) < num_full:
-            start = len(request.prefix.hashes) * SIZE
-            parent = request.prefix.hashes[-1] if start else request.prefix.root
+        if len(request.chain.hashes) < num_full:
+            start = len(request.chain.hashes) * SIZE
+            parent = request.chain.hashes[-1] if start else request.chain.root
             tokens = request.token_ids[start : start + SIZE]
             (block_hash,) = chain_hashes(parent, tokens, SIZE, algo="sha256")
-            self.rig.write(request.prefix.blocks[start // SIZE], block_hash)
+            self.rig.write(request.chain.blocks[start // SIZE], block_hash)
         self.scheduler.seal_full_blocks(request)
         if request.num_output_tokens >= request.max_output_tokens:
             self.finished.append(request.request_id)
@@ -391,7 +391,7 @@ def test_a_block_that_became_ready_while_half_of_it_was_computed_is_skipped() ->
     request = loop.add("a", 16)
     loop.step()
     assert request.num_computed_tokens == 6
-    other = Prefix(request.prefix.root, b"ns", list(request.prefix.hashes), kept_by("24h"))
+    other = Chain(request.chain.root, b"ns", list(request.chain.hashes), kept_by("24h"))
     assert rig.admit(other)
     rig.write(other.blocks[1], other.hashes[1])
     rig.cache.complete(other, 1, 2)

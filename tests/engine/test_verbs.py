@@ -10,9 +10,9 @@ import pytest
 from tests.fake_store import Rig, chain_of, root_of
 from tieredkv.cache import block_lists, catalog, departed, inspections, operations
 from tieredkv.config import Settings
-from tieredkv.engine import prefixes, slices, verbs
+from tieredkv.engine import chains, slices, verbs
+from tieredkv.engine.chains import Chains
 from tieredkv.engine.engine_messages import EngineRequest, Tokenize, Tokenized
-from tieredkv.engine.prefixes import Prefixes
 from tieredkv.engine.prompt_inspections import PromptInspections
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.engine.slices import Slices, telling
@@ -37,9 +37,9 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have one piece of few blocks be done at once."""
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     monkeypatch.setattr(block_lists, "PART_BLOCKS", AT_MOST)
-    for module in (catalog, inspections, prefixes):
+    for module in (catalog, chains, inspections):
         monkeypatch.setattr(module, "PIECE_BLOCKS", AT_MOST)
-    for module in (departed, operations, prefixes, verbs):
+    for module in (chains, departed, operations, verbs):
         monkeypatch.setattr(module, "SCANNED_BLOCKS", AT_MOST)
 
 
@@ -54,7 +54,7 @@ class Operator:
     def __init__(self, rig: Rig) -> None:
         stats = cast(TierStats, SimpleNamespace(read=lambda: {"block_bytes": 64}))
         spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=1, dtype="bfloat16", block_size=1)
-        work, made = Slices(), Prefixes(Settings(), spec, b"\0", rig.clock)
+        work, made = Slices(), Chains(Settings(), spec, b"\0", rig.clock)
         prompts = PromptInspections(rig.cache.operations, made, work)
         self.verbs, self._rig = Verbs(rig.cache.operations, stats, prompts, MODEL, work), rig
         self.parts = list[dict[str, Any]]()

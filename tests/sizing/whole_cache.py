@@ -11,9 +11,9 @@ import torch
 
 from tests.fakes import FakeClock
 from tieredkv.cache.catalog import Catalog
+from tieredkv.cache.chain import BlockClaim, Chain
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.pool import BlockPool
-from tieredkv.cache.prefix import BlockClaim, Prefix
 from tieredkv.cache.requests import TieredCache
 from tieredkv.cache.restores import RequestProgress
 from tieredkv.cache.stretches import stretches
@@ -80,7 +80,7 @@ class WholeCache:
             cache._expiry.sweep()
         hashes = [BlockHash(each.to_bytes(32, "little")) for each in ids]
         claims = [BlockClaim(len(hashes), names)]
-        prefix = Prefix(BlockHash(bytes(32)), bytes(32), hashes, claims)
+        prefix = Chain(BlockHash(bytes(32)), bytes(32), hashes, claims)
         cache.arrive(prefix)
         cache.poll()
         for _ in range(MANY_STEPS):
@@ -106,7 +106,7 @@ class WholeCache:
         self.cache.poll()
         self.cache.pump()
 
-    def _compute(self, prefix: Prefix) -> None:
+    def _compute(self, prefix: Chain) -> None:
         """Compute what is not left to the links."""
         blocks = prefix.blocks
         for first, last in stretches(prefix.row.awaited):

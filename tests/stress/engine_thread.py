@@ -34,15 +34,15 @@ from tests.fake_store import kept_by
 from tieredkv.bench import raw
 from tieredkv.bench.progress import bench_progress
 from tieredkv.cache.catalog import Catalog
+from tieredkv.cache.chain import Chain
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.pool import BlockPool
-from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.requests import TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
+from tieredkv.engine.chains import Chains
 from tieredkv.engine.engine_messages import EngineRequest, Tokenize, Tokenized
-from tieredkv.engine.prefixes import Prefixes
 from tieredkv.engine.prompt_inspections import PromptInspections
 from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import SamplerState
@@ -158,7 +158,7 @@ class _Host:
             StepTimer(self.tiers.compute_rate, torch.device("cpu")),
             VOCAB_SIZE,
         )
-        slices, prefixes = Slices(), Prefixes(Settings(), spec, b"", self.tiers.clock)
+        slices, prefixes = Slices(), Chains(Settings(), spec, b"", self.tiers.clock)
         prompts = PromptInspections(self.cache.operations, prefixes, slices)
         self.verbs = Verbs(self.cache.operations, stats, prompts, known, slices)
         prompts.on_prompt = self._tokenize
@@ -198,7 +198,7 @@ class _Host:
         marks.append(time.perf_counter())
         request = Request(
             EngineRequest(request_id="r", prompt_token_ids=token_ids, params=PARAMS),
-            prefix=Prefix(ROOT, b"", hashes, claims=kept_by("in_memory")),
+            chain=Chain(ROOT, b"", hashes, claims=kept_by("in_memory")),
             sampler=SamplerState(PARAMS, 0),
             max_output_tokens=1,
         )
@@ -215,7 +215,7 @@ class _Host:
         for row in rows:
             self.scheduler.complete(row)
         usage = request.measure_usage(self.block_size, 0, self.cache.why_missed)
-        self.cache.touch(request.prefix)
+        self.cache.touch(request.chain)
         marks.append(time.perf_counter())
         self.scheduler.remove(request)
         self.cache.pump()

@@ -168,7 +168,7 @@ class ModelledCrowd(crowd.Crowd):
         chains, found = [], Counter[str]()
         for request in self._order:
             if request.usage is not None:
-                chains.append((request.prefix.hashes, request.num_prompt_tokens))
+                chains.append((request.chain.hashes, request.num_prompt_tokens))
                 found["measured"] += sum(request.usage.cached_tokens_by_tier.values())
         sizes, block_size = (tiers.device.num_blocks, tiers.host.num_blocks), tiers.block_size
         found["inclusive"] = inclusive(chains, *sizes, block_size)

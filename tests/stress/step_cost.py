@@ -32,9 +32,9 @@ from tests.stress.engine_thread import NoCopies
 from tieredkv.bench import raw
 from tieredkv.bench.progress import bench_progress
 from tieredkv.cache.catalog import Catalog, Entry
+from tieredkv.cache.chain import Chain
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.pool import BlockPool
-from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.requests import TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.engine.engine_messages import EngineRequest
@@ -139,13 +139,13 @@ class _Engine:
         """Return new random hashes."""
         return [BlockHash(self.random.randbytes(32)) for _ in range(num_blocks)]
 
-    def prefix(self, num_blocks: int, retention: str = "24h", tenant: bytes = b"") -> Prefix:
-        """Return the prefix of a request with a new chain; the cache does not know it yet."""
-        return Prefix(ROOT, tenant, self.chain(num_blocks), claims=kept_by(retention))
+    def request_chain(self, num_blocks: int, retention: str = "24h", tenant: bytes = b"") -> Chain:
+        """Return a new chain of a request; the cache does not know it yet."""
+        return Chain(ROOT, tenant, self.chain(num_blocks), claims=kept_by(retention))
 
-    def compute(self, num_blocks: int, retention: str = "24h", tenant: bytes = b"") -> Prefix:
+    def compute(self, num_blocks: int, retention: str = "24h", tenant: bytes = b"") -> Chain:
         """Compute a new chain, which stays in use and which the disk does not have."""
-        prefix = self.prefix(num_blocks, retention, tenant)
+        prefix = self.request_chain(num_blocks, retention, tenant)
         for _ in range(100_000):
             if self.cache.admit(prefix, num_blocks):
                 break
@@ -170,7 +170,7 @@ class _Engine:
             params=PARAMS,
             tenant=tenant,
         )
-        prefix = self.prefix(num_tokens // 16, "in_memory")
+        prefix = self.request_chain(num_tokens // 16, "in_memory")
         return Request(asked, prefix, SamplerState(PARAMS, 0), max_output_tokens=64)
 
 
@@ -278,7 +278,7 @@ def _blocks_of_floors(entries: int) -> Steps:
     owner, other = b"owner...", b"other..."
     engine.tiers.give_shares({owner: 1.0})
     engine.fill(entries, "in_memory", owner)
-    stream = engine.prefix(1, "in_memory", other)
+    stream = engine.request_chain(1, "in_memory", other)
     while True:
         yield lambda: engine.cache.extend(stream)
 
@@ -315,7 +315,7 @@ def _late_reads(entries: int) -> Steps:
     engine = _Engine(2 * entries, num_pages=64)
     now = engine.clock.now()
     for _ in range(entries // PROMPT_BLOCKS):
-        prefix = engine.prefix(PROMPT_BLOCKS)
+        prefix = engine.request_chain(PROMPT_BLOCKS)
         engine.worker.tell(Held.of(dict.fromkeys(prefix.hashes, now + 86_400)))
         engine.step()
         engine.cache.arrive(prefix)
@@ -323,7 +323,7 @@ def _late_reads(entries: int) -> Steps:
     while True:
         other = engine.compute(1, "in_memory")
 
-        def step(other: Prefix = other) -> None:
+        def step(other: Chain = other) -> None:
             engine.cache.release(other)
             engine.step()
 
@@ -363,9 +363,9 @@ def _lookups_wait(entries: int) -> Steps:
     """So many lookups wait for the disk's answer. A step adds one more request."""
     engine = _Engine(4096)
     for _ in range(entries):
-        engine.cache.arrive(engine.prefix(4))
+        engine.cache.arrive(engine.request_chain(4))
     while True:
-        yield lambda: engine.cache.arrive(engine.prefix(4))
+        yield lambda: engine.cache.arrive(engine.request_chain(4))
 
 
 CASES: dict[str, Callable[[int], Steps]] = {

@@ -300,7 +300,7 @@ def test_a_device_block_being_copied_out_is_not_reused_before_its_event() -> Non
     rig.cache._demoter.demote(4)
     rig.evict(lambda entry: True)
     rig.check()
-    other = rig.prefix("b", 4)
+    other = rig.chain("b", 4)
     rig.pass_over_disk(other)
     assert not rig.admit(other)
     rig.transfer.is_held = False
@@ -439,7 +439,7 @@ def test_late_pages_of_blocks_that_requests_use_again_are_not_given_up() -> None
         rig.run_without_disk(name, 2)
     rig.cache._demoter.demote(24)
     rig.turn(6)
-    running = [rig.prefix(name, 2) for name in names[4:8]]
+    running = [rig.chain(name, 2) for name in names[4:8]]
     for prefix in running:
         rig.pass_over_disk(prefix)
         assert rig.admit(prefix)
@@ -564,7 +564,7 @@ def test_a_drain_through_an_arena_full_of_older_blocks_writes_everything() -> No
     rig.store.reason = ""
     rig.tiers.catalog.try_again()
     rig.clock.moment += 1
-    prefix = rig.prefix("new", 8)
+    prefix = rig.chain("new", 8)
     rig.pass_over_disk(prefix)
     assert rig.admit(prefix)
     rig.compute(prefix)

@@ -90,7 +90,7 @@ def test_a_request_larger_than_what_floors_leave_takes_them_last() -> None:
     rig = Rig(num_blocks=16, num_pages=8, has_store=False)
     rig.run("quiet/a", 8, "in_memory")
     flood(rig, num_blocks=16, retention="in_memory")
-    prefix = rig.prefix("flood/large", 11, "in_memory")
+    prefix = rig.chain("flood/large", 11, "in_memory")
     rig.cache.arrive(prefix)
     assert not rig.cache.admit(prefix, 11)
     assert not rig.cache._room.is_coming(prefix)
@@ -118,7 +118,7 @@ def test_dirty_blocks_beside_floors_are_waited_for_and_dropped_and_nobody_is_stu
 def test_a_tenant_that_floods_waits_for_its_own_requests_and_the_other_keeps_its_blocks() -> None:
     loop = Loop(rig := Rig(num_blocks=16, num_pages=8, has_store=False))
     quiet = loop.add("quiet", 32, tenant="quiet")
-    hashes = list(quiet.prefix.hashes)
+    hashes = list(quiet.chain.hashes)
     loop.run()
     for index in range(40):
         loop.add(f"flood {index}", 3 * SIZE, seed=index, max_tokens=9, tenant="flood")
@@ -197,7 +197,7 @@ def test_a_running_request_that_waits_for_copies_is_preempted_by_no_other_tenant
     for _ in range(10):
         loop.step()
     running = loop.scheduler.running
-    assert all(rig.cache._room.is_coming(request.prefix) for request in running)
+    assert all(rig.cache._room.is_coming(request.chain) for request in running)
     assert (len(running), loop.scheduler.num_preemptions) == (2, 0)
     rig.transfer.is_held = False
     loop.run()

@@ -8,8 +8,8 @@ keys anywhere give wrong keys behind them.
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tieredkv.cache.chain import Chain
 from tieredkv.cache.groups import PREFIX, KVGroup, hit_end
-from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.row import State
 from tieredkv.types import BlockHash
 
@@ -43,9 +43,9 @@ class FakeModel:
         return [(keys[0][index], keys[1][index]) for index in range(len(tokens))]
 
 
-def chain_of(tokens: list[int]) -> Prefix:
+def chain_of(tokens: list[int]) -> Chain:
     hashes = [BlockHash(bytes(tokens[: end + 1])) for end in range(len(tokens))]
-    return Prefix(BlockHash(b"root"), b"ns", hashes, [], groups=GROUPS)
+    return Chain(BlockHash(b"root"), b"ns", hashes, [], groups=GROUPS)
 
 
 @given(
@@ -103,7 +103,7 @@ def test_only_given_ends_count_and_without_any_nothing_is_found() -> None:
 
 
 def test_where_all_layers_attend_to_all_tokens_a_chain_may_have_holes() -> None:
-    chain = Prefix(BlockHash(b"root"), b"ns", [BlockHash(b"a"), BlockHash(b"b")], [])
+    chain = Chain(BlockHash(b"root"), b"ns", [BlockHash(b"a"), BlockHash(b"b")], [])
     assert chain.hit_end([[0]]) == 2
     chain.read_ends = [0, 1, 2]
     assert chain.hit_end([[1]]) == 1

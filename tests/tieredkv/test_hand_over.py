@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from tests.fake_store import Rig, chain_of
-from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.chain import Chain
 
 pytestmark = pytest.mark.usefixtures("each_tier")
 
 
-def queued(rig: Rig, length: int, count: int) -> list[Prefix]:
+def queued(rig: Rig, length: int, count: int) -> list[Chain]:
     """Return queued requests for the same blocks, which are on disk; none is read ahead yet.
 
     The store does not answer reads.
@@ -24,7 +24,7 @@ def queued(rig: Rig, length: int, count: int) -> list[Prefix]:
     return requests
 
 
-def admitted(rig: Rig, length: int, count: int) -> list[Prefix]:
+def admitted(rig: Rig, length: int, count: int) -> list[Chain]:
     """Return requests as `queued` does, all of them admitted."""
     requests = queued(rig, length, count)
     for request in requests:
@@ -121,7 +121,7 @@ def test_blocks_that_nobody_wants_any_more_are_not_overtaken() -> None:
     assert rig.tiers.counters.overtaken_blocks == 0
 
 
-def in_host_memory(rig: Rig, length: int) -> Prefix:
+def in_host_memory(rig: Rig, length: int) -> Chain:
     """Return an admitted request whose blocks host memory has; one of them is being copied."""
     rig.run("a", length)
     assert rig.cache._demoter.demote(length) == length

@@ -210,7 +210,7 @@ def test_what_leaves_memory_while_a_request_waits_for_room_is_read_ahead() -> No
 
 def test_a_request_with_read_ends_hits_at_the_last_of_them_that_the_disk_has() -> None:
     rig = told()
-    prefix = rig.prefix("a", 6)
+    prefix = rig.chain("a", 6)
     prefix.read_ends = [3, 5]
     rig.cache.arrive(prefix)
     assert rig.admit(prefix)

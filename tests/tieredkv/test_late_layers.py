@@ -12,9 +12,9 @@ from tests.fake_store import Rig, chain_of, kept_by, root_of
 from tests.fakes import FakeClock
 from tests.waiting import wait_until
 from tieredkv.cache.catalog import Catalog
+from tieredkv.cache.chain import Chain
 from tieredkv.cache.device_link import MIN_SPLIT_BYTES, DeviceLink
 from tieredkv.cache.pool import BlockPool
-from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.requests import TieredCache
 from tieredkv.cache.restores import RequestProgress
 from tieredkv.cache.tiers import Tiers
@@ -26,7 +26,7 @@ from tieredkv.types import Tier
 HASHES = chain_of("a", 4)
 
 
-def begin_hit(rig: Rig) -> Prefix:
+def begin_hit(rig: Rig) -> Chain:
     """Have a request find a chain in host memory, of which the first layers have come to VRAM."""
     rig.run("a", 4, "in_memory")
     assert rig.cache.flush(Tier.HOST, deadline=1e12)
@@ -39,36 +39,36 @@ def begin_hit(rig: Rig) -> Prefix:
     return prefix
 
 
-def fill_vram(rig: Rig, _prefix: Prefix) -> None:
+def fill_vram(rig: Rig, _prefix: Chain) -> None:
     """Leave so few blocks free that those in use are copied ahead of need."""
     rig.start("b", 3)
 
 
-def claim_disk(rig: Rig, prefix: Prefix) -> None:
+def claim_disk(rig: Rig, prefix: Chain) -> None:
     """Have the disk be owed the blocks."""
     rig.cache.touch(prefix)
 
 
-def drain(rig: Rig, prefix: Prefix) -> None:
+def drain(rig: Rig, prefix: Chain) -> None:
     claim_disk(rig, prefix)
     rig.turn()
     rig.cache._demoter.queue_writes(HASHES)
     rig.cache._demoter.write_queued()
 
 
-def send_to_disk(rig: Rig, prefix: Prefix) -> None:
+def send_to_disk(rig: Rig, prefix: Chain) -> None:
     claim_disk(rig, prefix)
     rig.turn()
     rig.cache._departures.send(HASHES, Tier.DISK)
 
 
-def send_to_host(rig: Rig, _prefix: Prefix) -> None:
+def send_to_host(rig: Rig, _prefix: Chain) -> None:
     rig.cache._departures.send(HASHES, Tier.HOST)
 
 
 @pytest.mark.parametrize("road", [fill_vram, claim_disk, drain, send_to_disk, send_to_host])
 def test_a_block_is_copied_down_and_written_only_once_its_late_layers_have_come(
-    road: Callable[[Rig, Prefix], None],
+    road: Callable[[Rig, Chain], None],
 ) -> None:
     rig = Rig(num_blocks=8, reserve=2, is_write_behind=True)
     prefix = begin_hit(rig)
@@ -160,8 +160,8 @@ def test_late_layers_on_a_device_reach_host_memory_only_as_they_are() -> None:
     )
     cache = TieredCache(tiers)
 
-    def start() -> Prefix:
-        prefix = Prefix(root_of("a"), b"ns", list(HASHES), claims=kept_by("in_memory"))
+    def start() -> Chain:
+        prefix = Chain(root_of("a"), b"ns", list(HASHES), claims=kept_by("in_memory"))
         cache.arrive(prefix)
         assert cache.admit(prefix, len(HASHES))
         return prefix

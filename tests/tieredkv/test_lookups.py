@@ -64,14 +64,14 @@ def test_what_host_memory_has_is_not_asked_for() -> None:
 
 def test_blocks_on_disk_count_as_half_held_and_those_in_ram_in_full() -> None:
     rig = Rig(num_blocks=64, num_pages=64)
-    assert rig.cache.num_held(rig.prefix("a", 40)) == 0
+    assert rig.cache.num_held(rig.chain("a", 40)) == 0
     rig.store.put("a", 40)
     prefix = rig.queue("a", 40)
     assert rig.cache.num_held(prefix) == 0, "the disk has not answered"
     rig.cache.poll()
     assert rig.cache.num_held(prefix) == 20
     rig.run("b", 40)
-    assert rig.cache.num_held(rig.prefix("b", 40)) == 40
+    assert rig.cache.num_held(rig.chain("b", 40)) == 40
     rig.cache.release(prefix)
     rig.check_nothing_is_held()
 

@@ -3,13 +3,13 @@
 import pytest
 
 from tests.fake_store import Rig
-from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.chain import Chain
 from tieredkv.types import Tier
 
 pytestmark = pytest.mark.usefixtures("each_tier")
 
 
-def waiting_for_disk(rig: Rig, length: int, count: int) -> list[Prefix]:
+def waiting_for_disk(rig: Rig, length: int, count: int) -> list[Chain]:
     """Return admitted requests for the same blocks on disk, of which nothing is loaded yet."""
     rig.store.put("a", length)
     rig.store.is_held = True
@@ -92,7 +92,7 @@ def test_a_block_that_a_request_takes_over_was_nowhere_if_the_other_had_to_compu
 
 def test_a_block_that_was_in_no_tier_may_still_come_from_one_or_from_another_request() -> None:
     rig = Rig()
-    first = rig.prefix("a", 4)
+    first = rig.chain("a", 4)
     rig.pass_over_disk(first)  # the disk has not answered in time
     rig.store.put("a", 2)
     rig.store.is_held = True

@@ -5,8 +5,8 @@ import pytest
 from tests.fake_store import DAY_S, Rig, chain_of
 from tests.fakes import START
 from tests.golden import refused
+from tieredkv.cache.chain import BlockClaim, Chain
 from tieredkv.cache.pool import BlockPool
-from tieredkv.cache.prefix import BlockClaim, Prefix
 from tieredkv.errors import RequestError
 from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicies, RetentionPolicy
 from tieredkv.types import BlockHash, Tier
@@ -20,13 +20,13 @@ def pinned_run(
     rig: Rig, name: str, length: int, *, pin_s: float = 1800.0, retention: str = "24h"
 ) -> int:
     """Serve a request whose blocks are all claimed and pinned; return how many it computed."""
-    prefix = rig.prefix(name, length, retention)
+    prefix = rig.chain(name, length, retention)
     until = rig.clock.now() + pin_s
     prefix.claims = [BlockClaim(length, frozenset({retention}), until), *prefix.claims]
     return serve(rig, prefix)
 
 
-def serve(rig: Rig, prefix: Prefix) -> int:
+def serve(rig: Rig, prefix: Chain) -> int:
     rig.cache.arrive(prefix)
     for _ in range(100):
         if rig.admit(prefix):
@@ -259,7 +259,7 @@ def test_pin_that_comes_while_a_block_is_written_reaches_the_disk() -> None:
     rig.run_without_disk("kept", 1)
     rig.turn(3)
     assert len(rig.store.jobs) == 1
-    prefix = rig.prefix("kept", 1)
+    prefix = rig.chain("kept", 1)
     rig.pass_over_disk(prefix)
     prefix.claims = [BlockClaim(1, frozenset({"24h"}), START + 60), *prefix.claims]
     serve(rig, prefix)
@@ -276,7 +276,7 @@ def test_longer_claim_that_comes_while_a_block_is_written_reaches_the_disk() -> 
     rig.run_without_disk("kept", 2)
     rig.turn(3)
     assert len(rig.store.jobs) == 2
-    prefix = rig.prefix("kept", 2)
+    prefix = rig.chain("kept", 2)
     rig.pass_over_disk(prefix)
     prefix.claims = [BlockClaim(1, frozenset({"week"})), *prefix.claims]
     serve(rig, prefix)
@@ -289,7 +289,7 @@ def test_longer_claim_that_comes_while_a_block_is_written_reaches_the_disk() -> 
 
 def test_each_block_lives_by_the_claims_that_cover_it() -> None:
     rig = Rig(policies=DEFAULT_POLICIES)
-    prefix = rig.prefix("mixed", 4, "in_memory")
+    prefix = rig.chain("mixed", 4, "in_memory")
     prefix.claims = [
         BlockClaim(1, frozenset({"24h", "5m"})),
         BlockClaim(2, frozenset({"5m"})),
@@ -308,9 +308,9 @@ def test_each_block_lives_by_the_claims_that_cover_it() -> None:
 # --- where a hit may end
 
 
-def read(rig: Rig, name: str, length: int, ends: list[int] | None) -> tuple[int, Prefix]:
+def read(rig: Rig, name: str, length: int, ends: list[int] | None) -> tuple[int, Chain]:
     """Serve a request whose hit may end at `ends`; return how many blocks it computed."""
-    prefix = rig.prefix(name, length)
+    prefix = rig.chain(name, length)
     prefix.read_ends = ends
     return serve(rig, prefix), prefix
 
@@ -346,7 +346,7 @@ def test_a_chain_with_a_hole_is_read_to_an_end_before_it() -> None:
 def test_for_a_queued_request_nothing_is_prefetched_that_it_may_not_read() -> None:
     rig = Rig()
     rig.store.put("disk", 6)
-    prefix = rig.prefix("disk", 6)
+    prefix = rig.chain("disk", 6)
     prefix.read_ends = [2, 9]
     rig.cache.arrive(prefix)
     rig.turn(3)
@@ -359,7 +359,7 @@ def test_for_a_queued_request_nothing_is_prefetched_that_it_may_not_read() -> No
 def test_blocks_computed_again_are_claimed_and_pinned_too() -> None:
     rig = Rig(num_blocks=8, num_pages=8, has_store=False)
     rig.run("chain", 4)
-    prefix = rig.prefix("chain", 4)
+    prefix = rig.chain("chain", 4)
     prefix.read_ends = []
     prefix.claims = [BlockClaim(4, frozenset({"24h"}), START + 60), *prefix.claims]
     assert serve(rig, prefix) == 4

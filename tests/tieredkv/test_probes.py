@@ -8,8 +8,8 @@ import pytest
 
 from tests.fake_store import Rig
 from tieredkv.cache import link_rate, promotion
+from tieredkv.cache.chain import Chain
 from tieredkv.cache.link_rate import PROBE_S, LinkRate
-from tieredkv.cache.prefix import Prefix
 from tieredkv.types import BlockId, PageId, Tier
 
 
@@ -21,7 +21,7 @@ def rig_with_a_slow_disk(*, is_stale: bool, num_pages: int = 16) -> Rig:
     return rig
 
 
-def admitted(rig: Rig, name: str, length: int) -> Prefix:
+def admitted(rig: Rig, name: str, length: int) -> Chain:
     """Return an admitted request whose blocks the disk has; the store does not answer reads."""
     rig.store.put(name, length)
     rig.store.is_held = True

@@ -5,15 +5,15 @@ import pytest
 
 from tests.fake_store import BLOCK_BYTES, DAY_S, Rig, chain_of
 from tests.waiting import deadline
+from tieredkv.cache.chain import Chain
 from tieredkv.cache.disk_link import MAX_READ_S
 from tieredkv.cache.link_rate import LinkRate
-from tieredkv.cache.prefix import Prefix
 from tieredkv.types import Tier
 
 pytestmark = pytest.mark.usefixtures("each_tier")
 
 
-def admitted_from_disk(rig: Rig, name: str, length: int) -> Prefix:
+def admitted_from_disk(rig: Rig, name: str, length: int) -> Chain:
     """Return an admitted request whose blocks are being read; the store does not answer yet."""
     rig.store.put(name, length)
     rig.store.is_held = True
@@ -88,7 +88,7 @@ def test_a_device_block_being_filled_is_not_reused_before_its_event() -> None:
     assert rig.transfer.has_pending
     rig.cache.release(prefix)
     rig.evict(lambda entry: True)
-    other = rig.prefix("b", 4)
+    other = rig.chain("b", 4)
     rig.pass_over_disk(other)
     assert not rig.admit(other)
     rig.transfer.is_held = False
@@ -278,7 +278,7 @@ def test_a_block_that_goes_during_its_load_was_evicted_by_an_operator_or_has_exp
 def test_a_reason_of_an_earlier_miss_is_not_told_where_computing_was_faster(slow_disk: Rig) -> None:
     rig = slow_disk
     rig.store.put("a", 4)
-    prefix = rig.prefix("a", 4)
+    prefix = rig.chain("a", 4)
     for block_hash in prefix.hashes:
         rig.tiers.catalog.departed.note(block_hash, "load_timeout")
     rig.cache.arrive(prefix)

@@ -458,7 +458,7 @@ def test_allocation_waits_for_a_stalled_store_no_longer_than_its_patience(
     rig.turn(3)
     rig.run("b", 4)
     rig.store.is_held = True
-    prefix = rig.prefix("c", 4)
+    prefix = rig.chain("c", 4)
     rig.pass_over_disk(prefix)
     rig.cache.arrive(prefix)
 
@@ -592,14 +592,14 @@ def test_patience_is_counted_for_each_request_of_its_own(monkeypatch: pytest.Mon
     rig.run("a", 4)
     rig.run("b", 4)
     rig.store.is_held = True
-    big = rig.prefix("big", 10)
+    big = rig.chain("big", 10)
     rig.pass_over_disk(big)
     rig.cache.arrive(big)
 
     def is_admitted() -> bool:
         if rig.admit(big):
             return True
-        one = rig.prefix("one", 0)
+        one = rig.chain("one", 0)
         if rig.cache.extend(one):  # small allocations still succeed
             rig.cache.release(one)
         rig.turn()
@@ -741,7 +741,7 @@ def test_an_evicted_block_is_gone_from_ram_and_a_write_in_flight_is_deleted_on_d
     assert len(rig.store.jobs) == 2
     assert rig.evict(lambda entry: True) == 2
     rig.check()
-    again = rig.prefix("a", 2, "in_memory")
+    again = rig.chain("a", 2, "in_memory")
     rig.pass_over_disk(again)
     assert rig.admit(again)
     rig.compute(again)

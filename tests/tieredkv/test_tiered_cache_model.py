@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.fake_store import BLOCK_BYTES, Rig
 from tieredkv.cache import room
+from tieredkv.cache.chain import Chain
 from tieredkv.cache.compute_rate import ComputeRate
 from tieredkv.cache.disk_link import Read
-from tieredkv.cache.prefix import Prefix
 from tieredkv.config import Restore
 
 CHAINS = st.tuples(st.sampled_from("abc"), st.integers(1, 5))
@@ -38,8 +38,8 @@ class TieredCacheMachine(RuleBasedStateMachine):
         self.time = mock.patch.object(time, "monotonic", lambda: self.moment)
         self.time.start()
         self.patience_s = room.PATIENCE_S
-        self.waiting: list[Prefix] = []
-        self.running: list[Prefix] = []
+        self.waiting: list[Chain] = []
+        self.running: list[Chain] = []
 
     @initialize(
         num_blocks=st.integers(5, 10),
@@ -196,7 +196,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("abc"))
     def evict(self, name: str) -> None:
-        root = self.rig.prefix(name, 0).root
+        root = self.rig.chain(name, 0).root
 
         def is_wanted(block: Any) -> bool:
             return (block.lent if isinstance(block, Read) else block).root == root

@@ -1,7 +1,7 @@
 """What appears in each tier and what leaves it, for those who follow the tiers from outside.
 
 The pools tell of blocks in VRAM and host memory, and the store of blocks on disk. A block is
-announced if the token ids of its request are given (see `Prefix.token_ids`); all other blocks are
+announced if the token ids of its request are given (see `Chain.token_ids`); all other blocks are
 passed over in silence. This module knows neither what a follower is nor how it is told.
 
 Called by the engine's thread only.
@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import NamedTuple
 
+from tieredkv.cache.chain import Chain
 from tieredkv.cache.counters import CacheCounters
 from tieredkv.cache.pool import BlockPool
-from tieredkv.cache.prefix import Prefix
 from tieredkv.errors import IntegrityError
 from tieredkv.types import BlockHash, Tier
 
@@ -82,18 +82,18 @@ class BlockEvents:
 
     # VRAM and host memory
 
-    def learn(self, prefix: Prefix, first: int, last: int) -> None:
+    def learn(self, chain: Chain, first: int, last: int) -> None:
         """Learn the contents of the blocks `[first, last)` of a chain, which have a place in RAM.
 
         Blocks that were not known and are there already are announced.
         """
-        if prefix.token_ids is None:
+        if chain.token_ids is None:
             return
-        contents, hashes = self._contents, prefix.hashes
+        contents, hashes = self._contents, chain.hashes
         for index in range(first, last):
             if (block_hash := hashes[index]) in contents:
                 continue
-            contents[block_hash] = content = self._content(prefix, index)
+            contents[block_hash] = content = self._content(chain, index)
             for tier, pool in self._pools.items():
                 block = pool.lookup(block_hash)
                 if block is not None and block.is_ready:
@@ -111,11 +111,11 @@ class BlockEvents:
         if not any(pool.lookup(block_hash) for pool in self._pools.values()):
             del self._contents[block_hash]
 
-    def _content(self, prefix: Prefix, index: int) -> Content:
-        assert prefix.token_ids is not None
+    def _content(self, chain: Chain, index: int) -> Content:
+        assert chain.token_ids is not None
         start = index * self._block_size
-        tokens = prefix.token_ids[start : start + self._block_size].tobytes()
-        return Content(prefix.hashes[index - 1] if index else None, tokens)
+        tokens = chain.token_ids[start : start + self._block_size].tobytes()
+        return Content(chain.hashes[index - 1] if index else None, tokens)
 
     # The disk
 
@@ -126,14 +126,14 @@ class BlockEvents:
             self._on_disk.add(block_hash)
             self._changes.append(Change(Tier.DISK, block_hash, content))
 
-    def note_found(self, prefix: Prefix, found: Collection[bytes]) -> None:
+    def note_found(self, chain: Chain, found: Collection[bytes]) -> None:
         """Announce the blocks of a chain that the disk has told of, its head first."""
-        if prefix.token_ids is None:
+        if chain.token_ids is None:
             return
-        for index, block_hash in enumerate(prefix.hashes):
+        for index, block_hash in enumerate(chain.hashes):
             if block_hash in found and block_hash not in self._on_disk:
                 self._on_disk.add(block_hash)
-                content = self._contents.get(block_hash) or self._content(prefix, index)
+                content = self._contents.get(block_hash) or self._content(chain, index)
                 self._changes.append(Change(Tier.DISK, block_hash, content))
 
     def note_gone(self, block_hashes: Iterable[bytes]) -> None:

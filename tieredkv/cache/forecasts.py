@@ -18,7 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
-from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.chain import Chain
 
 NUM_LAGS = 32
 LAG_S = 10.0
@@ -85,43 +85,43 @@ class Forecasts:
     """Observes the requests of a cache, and learns from those whose first token has come."""
 
     def __init__(self) -> None:
-        self._of: dict[Prefix, Forecast] = {}
+        self._of: dict[Chain, Forecast] = {}
         self._lags: defaultdict[ForecastKind, Lag] = defaultdict(Lag)
         self._issued_at = -sys.float_info.max  # the last step
 
-    def note_plan(self, planned: Iterable[tuple[Prefix, bool, float]]) -> None:
+    def note_plan(self, planned: Iterable[tuple[Chain, bool, float]]) -> None:
         """Make the forecasts of admitted requests that are planned for the first time.
 
         Args:
             planned: each request, whether it lacks blocks that slower tiers have, and until when
                 its first token is planned, in seconds.
         """
-        for prefix, is_restored, planned_s in planned:
-            if prefix.blocks and prefix not in self._of:
+        for chain, is_restored, planned_s in planned:
+            if chain.blocks and chain not in self._of:
                 kind: ForecastKind = "restored" if is_restored else "computed"
                 lag_s = self._lags[kind].seconds
-                self._of[prefix] = Forecast(kind, time.monotonic(), planned_s, lag_s)
+                self._of[chain] = Forecast(kind, time.monotonic(), planned_s, lag_s)
 
-    def note_step(self, ending: Iterable[Prefix], done_s: Callable[[], float]) -> None:
+    def note_step(self, ending: Iterable[Chain], done_s: Callable[[], float]) -> None:
         """Note that a step is issued, which knows best when it gives a first token.
 
         A request that was planned before the last step is told as it was expected then.
 
         Args:
-            ending: prefixes of the requests that get a token with it.
+            ending: chains of the requests that get a token with it.
             done_s: returns for how long the device is busy with this step and those before it.
         """
         now = time.monotonic()
-        for prefix in ending:
-            forecast = self._of.get(prefix)
+        for chain in ending:
+            forecast = self._of.get(chain)
             made_at = now if forecast is None else forecast.made_at
             if forecast is None or made_at > self._issued_at:
-                self._of[prefix] = Forecast("issued", made_at, now - made_at + done_s(), 0.0)
+                self._of[chain] = Forecast("issued", made_at, now - made_at + done_s(), 0.0)
         self._issued_at = time.monotonic()
 
-    def note_first_token(self, prefix: Prefix) -> Outcome | None:
+    def note_first_token(self, chain: Chain) -> Outcome | None:
         """Learn from the forecast of a request that gets its first token; tell what it was."""
-        forecast = self._of.get(prefix)
+        forecast = self._of.get(chain)
         if forecast is None:
             return None
         actual_s = time.monotonic() - forecast.made_at
@@ -129,6 +129,6 @@ class Forecasts:
             self._lags[forecast.kind].learn(actual_s - forecast.planned_s)
         return Outcome(forecast.predicted_s, actual_s, forecast.kind)
 
-    def forget(self, prefix: Prefix) -> None:
+    def forget(self, chain: Chain) -> None:
         """Forget a request that is released."""
-        self._of.pop(prefix, None)
+        self._of.pop(chain, None)

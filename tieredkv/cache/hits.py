@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 
 from tieredkv.cache.block import Block
-from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.chain import Chain
 from tieredkv.cache.restores import Restores
 from tieredkv.cache.row import LOADABLE, State
 from tieredkv.cache.tiers import Tiers
@@ -29,7 +29,7 @@ class Hits:
     def __init__(self, tiers: Tiers, restores: Restores) -> None:
         self._tiers, self._restores = tiers, restores
 
-    def look(self, prefix: Prefix) -> list[BlockHash]:
+    def look(self, chain: Chain) -> list[BlockHash]:
         """Note which blocks of a queued request's chain the disk has; return those RAM lacks.
 
         Blocks that cannot be hits are left out.
@@ -37,47 +37,47 @@ class Hits:
         tiers = self._tiers
         if tiers.store is None or not tiers.can_load:
             return []
-        end = None if prefix.read_ends is None else max(prefix.read_ends, default=0)
-        hashes, known = prefix.hashes[:end], prefix.disk_until
-        until = [0] * len(prefix.hashes)
+        end = None if chain.read_ends is None else max(chain.read_ends, default=0)
+        hashes, known = chain.hashes[:end], chain.disk_until
+        until = [0] * len(chain.hashes)
         if missing := tiers.host.missing(tiers.device.missing(hashes)):
             until[: len(hashes)] = tiers.presence.until(hashes).tolist()
         if not tiers.presence.is_whole and known:  # what the disk has answered counts as well
             until[: len(known)] = [*map(max, until, known)]
-        prefix.disk_until = until
+        chain.disk_until = until
         return missing
 
-    def begin(self, prefix: Prefix) -> list[BlockHash]:
+    def begin(self, chain: Chain) -> list[BlockHash]:
         """Do as `look` does for a chain that has just arrived, and note what RAM has of it."""
-        missing, hashes = self.look(prefix), prefix.hashes
+        missing, hashes = self.look(chain), chain.hashes
         states = bytearray([State.COMPUTE]) * len(hashes)
         if self._tiers.store is not None and self._tiers.can_load:
-            end = len(hashes) if prefix.read_ends is None else max(prefix.read_ends, default=0)
+            end = len(hashes) if chain.read_ends is None else max(chain.read_ends, default=0)
             absent, found, lacking = set(missing), int(State.FOUND), int(State.COMPUTE)
             of = [lacking if block_hash in absent else found for block_hash in hashes[:end]]
             states[: len(of)] = of
-        prefix.row.begin_as(states)
+        chain.row.begin_as(states)
         return missing
 
-    def readable(self, prefix: Prefix) -> list[BlockHash]:
+    def readable(self, chain: Chain) -> list[BlockHash]:
         """Return the head of a chain that may be a hit: up to the last of `read_ends` in the tiers.
 
         Without `read_ends` this is the whole chain. Blocks that are being computed or loaded for
         other requests count as present.
         """
-        if prefix.read_ends is None:
-            return prefix.hashes
-        tiers, hashes = self._tiers, prefix.hashes
+        if chain.read_ends is None:
+            return chain.hashes
+        tiers, hashes = self._tiers, chain.hashes
         missing = tiers.device.missing(hashes)
         if tiers.can_load:
             now = tiers.clock.now()
-            on_disk = {it for i, it in enumerate(hashes) if prefix.is_on_disk(i, now)}
+            on_disk = {it for i, it in enumerate(hashes) if chain.is_on_disk(i, now)}
             missing = [each for each in tiers.host.missing(missing) if each not in on_disk]
-        num_found = prefix.num_present = hashes.index(missing[0]) if missing else len(hashes)
+        num_found = chain.num_present = hashes.index(missing[0]) if missing else len(hashes)
         # What is missing behind the first block that is missing changes no end of a hit.
-        return hashes[: prefix.hit_end([range(num_found, sys.maxsize)])]
+        return hashes[: chain.hit_end([range(num_found, sys.maxsize)])]
 
-    def num_held(self, prefix: Prefix) -> int:
+    def num_held(self, chain: Chain) -> int:
         """Return how many blocks at the head of a chain need no computing, by and large.
 
         They are those that some tier holds, or soon will. Blocks on disk count as one half each: a
@@ -85,13 +85,13 @@ class Hits:
         tail, so that the end of its head is found by bisection; which part of that RAM holds is
         told by a sample.
         """
-        hashes, now = prefix.hashes, self._tiers.clock.now()
+        hashes, now = chain.hashes, self._tiers.clock.now()
 
         def is_in_ram(block_hash: BlockHash) -> bool:
             return any(pool.lookup(block_hash) for pool in self._tiers.pools.values())
 
         def is_missing(index: int) -> bool:
-            return not (is_in_ram(hashes[index]) or prefix.is_on_disk(index, now))
+            return not (is_in_ram(hashes[index]) or chain.is_on_disk(index, now))
 
         num_found = bisect_left(range(len(hashes)), True, key=is_missing)
         if not num_found:
@@ -100,31 +100,31 @@ class Hits:
         num_in_ram = sum(map(is_in_ram, sample))
         return num_found * (len(sample) + num_in_ram) // (2 * len(sample))
 
-    def prefetch(self, prefix: Prefix) -> None:
+    def prefetch(self, chain: Chain) -> None:
         """Have all blocks read for a queued request that the disk has told of and RAM lacks."""
-        tiers, row, hashes = self._tiers, prefix.row, self.readable(prefix)
+        tiers, row, hashes = self._tiers, chain.row, self.readable(chain)
         now = tiers.clock.now()
         for state in LOADABLE:
             row.leave(row.indices(state))
         for index, block_hash in enumerate(hashes):
-            if prefix.is_on_disk(index, now) and not tiers.is_in_ram(block_hash):
+            if chain.is_on_disk(index, now) and not tiers.is_in_ram(block_hash):
                 is_coming = tiers.disk_link.is_coming(block_hash)
                 row.find(index, State.READING if is_coming else State.AT_DISK)
-        self._restores.want(prefix, end=len(hashes))
+        self._restores.want(chain, end=len(hashes))
 
-    def take(self, prefix: Prefix, chain: list[Block | None], fresh: Iterator[Block]) -> None:
+    def take(self, chain: Chain, found: list[Block | None], fresh: Iterator[Block]) -> None:
         """Fill a request's table with the blocks that were found and with fresh blocks.
 
         Fresh blocks are filled from the fastest tier that has their bytes, if any has. Blocks
-        behind `chain`, which may not be hits, are computed.
+        behind `found`, which may not be hits, are computed.
         """
-        tiers, tenant, blocks, until = self._tiers, prefix.tenant, prefix.blocks, prefix.disk_until
+        tiers, tenant, blocks, until = self._tiers, chain.tenant, chain.blocks, chain.disk_until
         end, now, is_coming = 0, tiers.clock.now(), tiers.disk_link.is_coming
-        brought = {*prefix.row.indices(State.COMING)}  # while the request waited for room
-        states = bytearray([State.COMPUTE]) * len(prefix.hashes)
-        hashes = prefix.hashes[: len(chain)]
-        pages = tiers.host.find(hashes) if tiers.can_load else [None] * len(chain)
-        for index, (block, block_hash, page) in enumerate(zip(chain, hashes, pages, strict=True)):
+        brought = {*chain.row.indices(State.COMING)}  # while the request waited for room
+        states = bytearray([State.COMPUTE]) * len(chain.hashes)
+        hashes = chain.hashes[: len(found)]
+        pages = tiers.host.find(hashes) if tiers.can_load else [None] * len(found)
+        for index, (block, block_hash, page) in enumerate(zip(found, hashes, pages, strict=True)):
             state = State.COMPUTE
             if block is not None:
                 if block.is_ready and index not in brought:
@@ -146,23 +146,23 @@ class Hits:
                 states[index] = state
                 end = end if block.is_ready else index + 1
             blocks.append(block)
-        prefix.row.begin_as(states)
-        for block_hash in prefix.hashes[len(chain) :]:
+        chain.row.begin_as(states)
+        for block_hash in chain.hashes[len(found) :]:
             blocks.append(next(fresh))
             # Where the hash is known, the block stays private.
             tiers.device.insert(blocks[-1], block_hash, tenant)
-        self._restores.want(prefix, end=end)
+        self._restores.want(chain, end=end)
 
-    def why_missed(self, prefix: Prefix, index: int) -> str:
+    def why_missed(self, chain: Chain, index: int) -> str:
         """Return why a block of an admitted request had to be computed."""
-        tiers, block_hash = self._tiers, prefix.hashes[index]
-        if (why := prefix.row.lost.get(index)) is not None:
+        tiers, block_hash = self._tiers, chain.hashes[index]
+        if (why := chain.row.lost.get(index)) is not None:
             return why
-        if index < prefix.num_present:
-            if 0 not in (prefix.read_ends or ()) or prefix.num_present == len(prefix.hashes):
+        if index < chain.num_present:
+            if 0 not in (chain.read_ends or ()) or chain.num_present == len(chain.hashes):
                 return "behind_lookback"
             # With this block, a hit could have ended behind it.
-            block_hash = prefix.hashes[prefix.num_present]
+            block_hash = chain.hashes[chain.num_present]
         if not tiers.can_load and tiers.host.lookup(block_hash):
             return "loads_off"
         return tiers.catalog.departed.why(block_hash, tiers.clock.now())

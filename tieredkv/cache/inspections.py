@@ -6,7 +6,7 @@ Called by the engine's thread only.
 import time
 from collections.abc import Mapping
 
-from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.chain import Chain
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.prompt_report import PromptReport, Source, report
 from tieredkv.cache.tiers import Tiers
@@ -17,13 +17,13 @@ from tieredkv.types import BlockHash, Tier
 def inspected(
     tiers: Tiers,
     promoter: Promoter,
-    prefix: Prefix,
+    chain: Chain,
     num_tokens: int,
     others: Mapping[BlockHash, str],
     on_disk: Mapping[bytes, bytes],
 ) -> Pieces[PromptReport]:
     """Report what the tiers have of a prompt; see `Operations.inspect`."""
-    hashes, now = prefix.hashes, tiers.clock.now()
+    hashes, now = chain.hashes, tiers.clock.now()
 
     def source(block_hash: BlockHash) -> Source:
         entry = tiers.catalog.get(block_hash)
@@ -60,6 +60,6 @@ def inspected(
             sources,
             why_missed,
             lambda: promoter.planner(0.0, time.monotonic()),
-            prefix.read_ends,
+            chain.read_ends,
         )
     )

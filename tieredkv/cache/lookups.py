@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection
 from typing import NamedTuple
 
-from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.chain import Chain
 from tieredkv.cache.tiers import Tiers
 from tieredkv.tier import LookupDone
 from tieredkv.types import BlockHash
@@ -32,53 +32,53 @@ class Lookups:
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
-        self._open: dict[int, Prefix | None] = {}  # by job; None if the answer is overdue
-        self._questions: dict[Prefix, _Question] = {}
-        self._asked: dict[Prefix, set[BlockHash]] = {}  # so far
+        self._open: dict[int, Chain | None] = {}  # by job; None if the answer is overdue
+        self._questions: dict[Chain, _Question] = {}
+        self._asked: dict[Chain, set[BlockHash]] = {}  # so far
         self._num_overdue = 0
 
-    def ask(self, prefix: Prefix, hashes: Collection[BlockHash]) -> None:
+    def ask(self, chain: Chain, hashes: Collection[BlockHash]) -> None:
         """Ask for those of some blocks of a chain that were not asked for yet, if need be."""
         store = self._tiers.store
         if store is None or self._tiers.presence.is_whole or not hashes:
             return
-        if self._num_overdue or prefix in self._questions:
+        if self._num_overdue or chain in self._questions:
             return
-        asked = self._asked.setdefault(prefix, set())
+        asked = self._asked.setdefault(chain, set())
         if unknown := [block_hash for block_hash in hashes if block_hash not in asked]:
             asked.update(unknown)
-            question = self._questions[prefix] = _Question(store.lookup(unknown), time.monotonic())
-            self._open[question.job] = prefix
+            question = self._questions[chain] = _Question(store.lookup(unknown), time.monotonic())
+            self._open[question.job] = chain
 
-    def is_settled(self, prefix: Prefix) -> bool:
+    def is_settled(self, chain: Chain) -> bool:
         """Return whether a chain's lookup has ended or took too long, or there was none."""
-        if (question := self._questions.get(prefix)) is None:
+        if (question := self._questions.get(chain)) is None:
             return True
         if time.monotonic() < question.asked_at + LOOKUP_TIMEOUT_S:
             return False
-        del self._questions[prefix]
+        del self._questions[chain]
         self._open[question.job] = None
         self._num_overdue += 1
         self._tiers.counters.load_failures["lookup_timeout"] += 1
         return True
 
-    def take(self, event: LookupDone) -> Prefix | None:
+    def take(self, event: LookupDone) -> Chain | None:
         """Note an answer; return the chain that it is about, unless it comes too late."""
         if event.job not in self._open:
             return None
-        prefix = self._open.pop(event.job)
-        if prefix is None:
+        chain = self._open.pop(event.job)
+        if chain is None:
             self._num_overdue -= 1
             return None
-        del self._questions[prefix]
+        del self._questions[chain]
         times_of = self._tiers.disk_link.times_of
-        for index, block_hash in enumerate(prefix.hashes) if event.found else ():
+        for index, block_hash in enumerate(chain.hashes) if event.found else ():
             if (found := event.found.get(block_hash)) is not None:
-                prefix.disk_until[index] = math.ceil(times_of(found).expires_at)
-        return prefix
+                chain.disk_until[index] = math.ceil(times_of(found).expires_at)
+        return chain
 
-    def forget(self, prefix: Prefix) -> None:
+    def forget(self, chain: Chain) -> None:
         """Note that nobody waits for a chain's answer any more."""
-        self._asked.pop(prefix, None)
-        if (question := self._questions.pop(prefix, None)) is not None:
+        self._asked.pop(chain, None)
+        if (question := self._questions.pop(chain, None)) is not None:
             self._open.pop(question.job, None)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tieredkv.cache.block_lists import list_blocks
+from tieredkv.cache.chain import Chain
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.departures import Departures
 from tieredkv.cache.evictions import Evictions
 from tieredkv.cache.inspections import inspected
-from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.prompt_report import PromptReport
 from tieredkv.cache.stats import cache_stats
@@ -176,7 +176,7 @@ class Operations:
 
     def inspect(
         self,
-        prefix: Prefix,
+        chain: Chain,
         num_tokens: int,
         others: Mapping[BlockHash, str],
         on_disk: Mapping[bytes, bytes],
@@ -184,12 +184,12 @@ class Operations:
         """Report what the tiers have of a prompt, while nothing is held or loaded for it.
 
         Args:
-            prefix: of the prompt.
+            chain: of the prompt.
             num_tokens: of the prompt.
             others: what its first block is called below other roots, and how these differ.
             on_disk: the blocks of both that the disk has.
         """
-        return inspected(self._tiers, self._promoter, prefix, num_tokens, others, on_disk)
+        return inspected(self._tiers, self._promoter, chain, num_tokens, others, on_disk)
 
     def vram_blocks(self, hashes: Sequence[BlockHash]) -> dict[BlockHash, int]:
         """Return the ids of the blocks that lie in VRAM with all their layers."""

@@ -24,11 +24,11 @@ import msgspec
 from tieredkv.cache import plan_log
 from tieredkv.cache.block import Block, Content
 from tieredkv.cache.catalog import Entry
+from tieredkv.cache.chain import Chain
 from tieredkv.cache.device_link import MIN_MEASURED_BYTES
 from tieredkv.cache.disk_link import Read
 from tieredkv.cache.link_rate import Probes
 from tieredkv.cache.plan import Demand, LinkLoad, Planner, Split
-from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.restores import HOST, RequestProgress, Restore, Restores
 from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers, count_failure
@@ -94,7 +94,7 @@ class Promoter:
         has_more: whether more could be started at once, but for the bounds of one call.
     """
 
-    def __init__(self, tiers: Tiers, admitted: Collection[Prefix]) -> None:
+    def __init__(self, tiers: Tiers, admitted: Collection[Chain]) -> None:
         self._tiers, self._admitted = tiers, admitted
         self._disk_link, self._device_link = tiers.disk_link, tiers.device_link
         self.restores = Restores(tiers)
@@ -142,21 +142,21 @@ class Promoter:
             for (_, restore), split in zip(demands, splits, strict=True)
         ]
 
-    def first_copied(self, prefix: Prefix, in_host: Sequence[int]) -> int:
+    def first_copied(self, chain: Chain, in_host: Sequence[int]) -> int:
         """Return the block from which on pages of a request that waits for room are copied.
 
         These are all of them, unless copying them takes longer than computing them.
 
         Args:
-            prefix: of the request.
+            chain: of the request.
             in_host: indices of its blocks that host memory has and VRAM lacks, ascending.
         """
         tiers, planner = self._tiers, self.planner(0.0, time.monotonic())
-        num_tokens = len(prefix.hashes) * tiers.block_size + 1
+        num_tokens = len(chain.hashes) * tiers.block_size + 1
         copy_s = len(in_host) * tiers.payload_bytes / planner.links[HOST].bytes_per_s
         if tiers.restore != "auto" or copy_s <= planner.compute(0, num_tokens):
             return in_host[0]
-        demand = Demand(0, num_tokens, [LinkLoad(HOST, in_host)], ready=prefix.row.there)
+        demand = Demand(0, num_tokens, [LinkLoad(HOST, in_host)], ready=chain.row.there)
         return planner.split(demand).steady_block
 
     def _give_up_late(self) -> None:
@@ -182,7 +182,7 @@ class Promoter:
             logger.debug("plan %s", str(msgspec.structs.replace(logged, splits=splits)))
         first = next((each for each in self.restores.order if each.has(State.AT_DISK)), None)
         if first is not None and not first.reads_next:
-            self.probe(first.prefix, first.prefix.row.indices(State.AT_DISK))
+            self.probe(first.chain, first.chain.row.indices(State.AT_DISK))
         first = next((each for each in self.restores.order if each.has(State.AT_HOST)), None)
         if first is not None and first.is_admitted and not first.copies_next:
             self._probe_copies(now)
@@ -206,13 +206,13 @@ class Promoter:
 
     # Moves
 
-    def probe(self, prefix: Prefix, on_disk: Sequence[int]) -> None:
+    def probe(self, chain: Chain, on_disk: Sequence[int]) -> None:
         """Read some blocks that are to be computed, if the disk's rate is old, and probe PCIe.
 
         Nobody waits for them; they teach the rate. What is read would pass through PCIe too.
 
         Args:
-            prefix: of an admitted or queued request.
+            chain: of an admitted or queued request.
             on_disk: indices of blocks that the disk has, ascending.
         """
         link, host, now = self._disk_link, self._tiers.host, time.monotonic()
@@ -221,10 +221,10 @@ class Promoter:
             return  # what is being read teaches the rate
         most = max(1, min(MAX_READS, PROBE_BYTES // self._tiers.payload_bytes))
         for index in reversed(on_disk[-most:]):
-            block_hash = prefix.hashes[index]
+            block_hash = chain.hashes[index]
             if link.is_reading(block_hash) or host.lookup(block_hash) is not None:
                 continue
-            if not link.may_read(now) or not self._begin(prefix, index, now):
+            if not link.may_read(now) or not self._begin(chain, index, now):
                 break
         if link.num_reading:
             self._read_probes.note_probe(link.read_rate, now)
@@ -275,21 +275,21 @@ class Promoter:
                 if num_begun == MAX_READS:
                     self.has_more = True
                     break
-                index = restore.prefix.row.last(State.AT_DISK)
-                if not link.may_read(now) or not self._begin(restore.prefix, index, now):
+                index = restore.chain.row.last(State.AT_DISK)
+                if not link.may_read(now) or not self._begin(restore.chain, index, now):
                     break
                 num_begun += 1
                 restore.is_begun = True
-                restore.prefix.row.read(index)
+                restore.chain.row.read(index)
         if num_begun:
             self._read_probes.note_use(link.read_rate)
         link.send()
         self._start_copies()
         return self._is_short
 
-    def end_prefetch(self, prefix: Prefix) -> None:
+    def end_prefetch(self, chain: Chain) -> None:
         """Have what was prefetched for a request evicted like other blocks, and as the youngest."""
-        tiers, hashes, prefix.prefetched = self._tiers, prefix.prefetched, []
+        tiers, hashes, chain.prefetched = self._tiers, chain.prefetched, []
         tiers.prefetched.subtract(hashes)
         for block_hash in hashes:
             if not tiers.prefetched[block_hash]:
@@ -353,9 +353,9 @@ class Promoter:
 
     def _lose(self, block_hash: BlockHash, index: int, why: str) -> None:
         """Have all who want a block compute it, and note why, though a slower tier had it."""
-        for prefix in self._admitted:
-            if prefix.has_at(index, block_hash):
-                prefix.row.lose(index, why)
+        for chain in self._admitted:
+            if chain.has_at(index, block_hash):
+                chain.row.lose(index, why)
 
     def on_copied(self, began_at: float, copies: Copies) -> None:
         """Mark blocks as ready whose bytes have arrived in VRAM."""
@@ -393,17 +393,17 @@ class Promoter:
 
         The pages are held for the restore already, and then for the copies.
         """
-        prefix, row, unwanted = restore.prefix, restore.prefix.row, list[Block]()
+        chain, row, unwanted = restore.chain, restore.chain.row, list[Block]()
         catalog, now = self._tiers.catalog, self._tiers.clock.now()
         copies: list[tuple[Block, Block]] = []
         in_host = row.indices(State.AT_HOST)
         first = max(bisect_left(in_host, restore.host_split), len(in_host) - at_most)
         row.copy(in_host[first:])
         for index in in_host[first:]:
-            page, block = row.pages.pop(index), prefix.blocks[index]
+            page, block = row.pages.pop(index), chain.blocks[index]
             is_sound = page.block_hash is not None and page.block_hash == block.block_hash
             if not is_sound:  # expired, or evicted by an operator
-                block_hash = prefix.hashes[index]
+                block_hash = chain.hashes[index]
                 is_expired = catalog.departed.why(block_hash, now) == "expired"
                 row.leave([index])
                 self._lose(block_hash, index, "expired" if is_expired else "admin")
@@ -419,8 +419,8 @@ class Promoter:
 
     def _needs_no_read(self, restore: Restore) -> bool:
         """Return whether a restore's last block on disk needs no read; copy it if it has a page."""
-        row = restore.prefix.row
-        block_hash = restore.prefix.hashes[index := row.last(State.AT_DISK)]
+        row = restore.chain.row
+        block_hash = restore.chain.hashes[index := row.last(State.AT_DISK)]
         if self._disk_link.is_reading(block_hash):
             row.read(index)
             return True
@@ -434,36 +434,36 @@ class Promoter:
             return True
         return False
 
-    def _begin(self, prefix: Prefix, index: int, now: float) -> bool:
+    def _begin(self, chain: Chain, index: int, now: float) -> bool:
         """Queue a read of a request's block if there is a page to read it into."""
-        host, block_hash = self._tiers.host, prefix.hashes[index]
+        host, block_hash = self._tiers.host, chain.hashes[index]
         num_inbound = self._disk_link.num_reading + self._tiers.num_promoting
-        cap, is_admitted = self._inbound_cap, bool(prefix.blocks)
+        cap, is_admitted = self._inbound_cap, bool(chain.blocks)
         if not is_admitted:
             if self._disk_link.num_writing or len(self._tiers.prefetched) >= cap:
                 return False
             cap //= 2
         if num_inbound >= cap:
             return False
-        pages = host.allocate(1, tenant=prefix.tenant)
+        pages = host.allocate(1, tenant=chain.tenant)
         if pages is None:
             self._is_short = is_admitted
             return False
-        host.insert(pages[0], block_hash, prefix.tenant)
-        self._tiers.events.learn(prefix, index, index + 1)
+        host.insert(pages[0], block_hash, chain.tenant)
+        self._tiers.events.learn(chain, index, index + 1)
         # The worker refuses what is stored under this hash if it is another block than this one.
         lent = Lent(
             page_id=pages[0].block_id,
             block_hash=block_hash,
-            root=prefix.root,
-            parent_hash=prefix.hashes[index - 1] if index else prefix.root,
+            root=chain.root,
+            parent_hash=chain.hashes[index - 1] if index else chain.root,
             position=index,
-            namespace=prefix.namespace,
+            namespace=chain.namespace,
             size_bytes=self._tiers.payload_bytes,
         )
-        self._disk_link.read(lent, prefix.disk_until[index], pages[0], now, self._tiers.clock.now())
+        self._disk_link.read(lent, chain.disk_until[index], pages[0], now, self._tiers.clock.now())
         if not is_admitted:
-            prefix.prefetched.append(block_hash)
+            chain.prefetched.append(block_hash)
             self._tiers.prefetched[block_hash] += 1
         return True
 

@@ -7,7 +7,7 @@ the table.
 
 Who owns a device block, by its state:
 
-    hashed, ready        shared: any request with this prefix may hold it; never written again
+    hashed, ready        shared: any request with this chain may hold it; never written again
     hashed, not ready    shared: being filled by a promotion, or to be computed by the first request
                          that reaches it; the others that hold it wait
     not hashed           private to the one request whose partial block it is
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from tieredkv.cache.block import begin_compute
 from tieredkv.cache.catalog import Entry
+from tieredkv.cache.chain import Chain
 from tieredkv.cache.counters import COMPUTED_SOONER
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.departures import Departures
@@ -33,7 +34,6 @@ from tieredkv.cache.hits import Hits
 from tieredkv.cache.lives import Lives
 from tieredkv.cache.lookups import Lookups
 from tieredkv.cache.operations import Operations
-from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.restores import RequestProgress
 from tieredkv.cache.room import Room
@@ -93,7 +93,7 @@ class TieredCache:
     catalog, and every entry is in a pool; VRAM keeps the block of every page that counts as a
     duplicate.
 
-    It takes and returns values and prefixes. What it is made of is its own business.
+    It takes and returns values and chains. What it is made of is its own business.
 
     Attributes:
         operations: what operators ask of the same tiers; see there.
@@ -101,7 +101,7 @@ class TieredCache:
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
-        self._admitted: dict[Prefix, None] = {}
+        self._admitted: dict[Chain, None] = {}
         self._promoter = Promoter(tiers, self._admitted.keys())
         self._restores = self._promoter.restores
         self._demoter = Demoter(tiers)
@@ -127,45 +127,45 @@ class TieredCache:
 
     # Arrival
 
-    def arrive(self, prefix: Prefix) -> None:
+    def arrive(self, chain: Chain) -> None:
         """Ask every tier for the whole chain of a queued request, and prefetch some of it."""
-        self._tiers.note_tenant(prefix.tenant)
-        missing = self._hits.begin(prefix)
-        self._ask(prefix, missing)
-        self._use(prefix, missing)
+        self._tiers.note_tenant(chain.tenant)
+        missing = self._hits.begin(chain)
+        self._ask(chain, missing)
+        self._use(chain, missing)
 
-    def _ask(self, prefix: Prefix, missing: Collection[BlockHash]) -> None:
+    def _ask(self, chain: Chain, missing: Collection[BlockHash]) -> None:
         """Ask the disk for what is in no tier, unless the disk has told all that it has."""
         if missing and not self._tiers.presence.is_whole:
-            now, hashes = self._tiers.clock.now(), prefix.hashes
-            on_disk = {it for i, it in enumerate(hashes) if prefix.is_on_disk(i, now)}
-            self._lookups.ask(prefix, [each for each in missing if each not in on_disk])
+            now, hashes = self._tiers.clock.now(), chain.hashes
+            on_disk = {it for i, it in enumerate(hashes) if chain.is_on_disk(i, now)}
+            self._lookups.ask(chain, [each for each in missing if each not in on_disk])
 
-    def _use(self, prefix: Prefix, missing: Collection[BlockHash]) -> None:
+    def _use(self, chain: Chain, missing: Collection[BlockHash]) -> None:
         """Prefetch what the disk has of a queued request's chain and RAM lacks, or lacks now."""
-        if not any(prefix.disk_until):
+        if not any(chain.disk_until):
             return
         tiers, absent, now = self._tiers, set(missing), self._tiers.clock.now()
         found = [
             block_hash
-            for index, block_hash in enumerate(prefix.hashes)
+            for index, block_hash in enumerate(chain.hashes)
             if block_hash in absent
-            and prefix.is_on_disk(index, now)
-            and prefix.row[index] in (State.FOUND, State.COMPUTE)
+            and chain.is_on_disk(index, now)
+            and chain.row[index] in (State.FOUND, State.COMPUTE)
         ]
         if found:
-            tiers.events.note_found(prefix, {*found})
-            if self.num_free < len(prefix.hashes):
+            tiers.events.note_found(chain, {*found})
+            if self.num_free < len(chain.hashes):
                 self._touches.keep_on_disk(found)
-            self._hits.prefetch(prefix)
+            self._hits.prefetch(chain)
 
-    def is_settled(self, prefix: Prefix) -> bool:
+    def is_settled(self, chain: Chain) -> bool:
         """Return whether the disk has told what it has of a chain, or need not be waited for."""
-        return self._lookups.is_settled(prefix)
+        return self._lookups.is_settled(chain)
 
-    def num_held(self, prefix: Prefix) -> int:
+    def num_held(self, chain: Chain) -> int:
         """Return how many blocks at the head of a chain need no computing; see `Hits`."""
-        return self._hits.num_held(prefix)
+        return self._hits.num_held(chain)
 
     # Room for requests
 
@@ -187,12 +187,12 @@ class TieredCache:
     # Admission
 
     def admit(
-        self, prefix: Prefix, num_blocks: int, *, is_alone: bool = False, makes_room: bool = True
+        self, chain: Chain, num_blocks: int, *, is_alone: bool = False, makes_room: bool = True
     ) -> Admission:
         """Give a request its block table, and start the promotions that it needs.
 
         Args:
-            prefix: the request's chain, whose lookup is settled.
+            chain: of the request, whose lookup is settled.
             num_blocks: length of the table: the chain and the partial block behind it.
             is_alone: no other request runs that could release blocks, so that floors give way.
             makes_room: whether room is made if there is none yet, see `Room.allocate`.
@@ -201,54 +201,54 @@ class TieredCache:
             Whether it holds the blocks now. If not, it holds nothing.
         """
         device = self._tiers.device
-        if self._room.lacks_still(prefix, num_blocks, is_alone):
-            return self._refusal(prefix)
-        missing = self._hits.look(prefix)
-        self._ask(prefix, missing)
-        if not self._lookups.is_settled(prefix):
-            return self._refusal(prefix)
-        self._expiry.drop_among(prefix.hashes)
-        chain = device.find(self._hits.readable(prefix))
-        found = [block for block in chain if block is not None]
+        if self._room.lacks_still(chain, num_blocks, is_alone):
+            return self._refusal(chain)
+        missing = self._hits.look(chain)
+        self._ask(chain, missing)
+        if not self._lookups.is_settled(chain):
+            return self._refusal(chain)
+        self._expiry.drop_among(chain.hashes)
+        known = device.find(self._hits.readable(chain))
+        found = [block for block in known if block is not None]
         device.acquire(found)
         num_fresh = num_blocks - len(found)
-        fresh = self._room.allocate(prefix, num_fresh, is_alone, makes_room=makes_room)
+        fresh = self._room.allocate(chain, num_fresh, is_alone, makes_room=makes_room)
         if fresh is None:
             device.release(found[::-1])
-            self._room.note_refused(prefix, num_blocks, is_alone)
-            self._use(prefix, missing)  # some of it may have left RAM since the request came
-            return self._refusal(prefix)
+            self._room.note_refused(chain, num_blocks, is_alone)
+            self._use(chain, missing)  # some of it may have left RAM since the request came
+            return self._refusal(chain)
         rest = iter(fresh)
-        is_whole = len(found) == len(prefix.hashes) and prefix.row.first(State.COMING) < 0
+        is_whole = len(found) == len(chain.hashes) and chain.row.first(State.COMING) < 0
         if is_whole and all(block.is_ready for block in found):
-            prefix.blocks = found
-            prefix.row.begin(len(found), State.FOUND)
+            chain.blocks = found
+            chain.row.begin(len(found), State.FOUND)
         else:
-            self._hits.take(prefix, chain, rest)
-        prefix.blocks.extend(rest)
-        prefix.block_ids = array("i", [block.block_id for block in prefix.blocks])
-        self._admitted[prefix] = None
-        self._promoter.end_prefetch(prefix)
-        self._tiers.events.learn(prefix, 0, len(prefix.hashes))
+            self._hits.take(chain, known, rest)
+        chain.blocks.extend(rest)
+        chain.block_ids = array("i", [block.block_id for block in chain.blocks])
+        self._admitted[chain] = None
+        self._promoter.end_prefetch(chain)
+        self._tiers.events.learn(chain, 0, len(chain.hashes))
         return GRANTED
 
-    def extend(self, prefix: Prefix, *, is_alone: bool = False) -> Admission:
+    def extend(self, chain: Chain, *, is_alone: bool = False) -> Admission:
         """Add one private block to an admitted request's table, if there is room."""
-        fresh = self._room.allocate(prefix, 1, is_alone)
+        fresh = self._room.allocate(chain, 1, is_alone)
         if fresh is None:
-            return self._refusal(prefix)
-        prefix.blocks.extend(fresh)
-        prefix.block_ids.append(fresh[0].block_id)
+            return self._refusal(chain)
+        chain.blocks.extend(fresh)
+        chain.block_ids.append(fresh[0].block_id)
         return GRANTED
 
-    def _refusal(self, prefix: Prefix) -> Admission:
-        return Admission(False, self._room.is_coming(prefix), self._room.is_kept_from(prefix))
+    def _refusal(self, chain: Chain) -> Admission:
+        return Admission(False, self._room.is_coming(chain), self._room.is_kept_from(chain))
 
-    def make_room(self, prefix: Prefix, num_blocks: int, *, is_alone: bool = False) -> bool:
+    def make_room(self, chain: Chain, num_blocks: int, *, is_alone: bool = False) -> bool:
         """Make room for a queued request that was refused, or that will soon ask.
 
         Args:
-            prefix: the request's chain.
+            chain: of the request.
             num_blocks: length of its table.
             is_alone: see `admit`. Beside others, no more is done at once than keeps the engine's
                 thread for some milliseconds.
@@ -256,36 +256,36 @@ class TieredCache:
         Returns:
             Whether there is room now, or more of it as soon as this is called again.
         """
-        return self._room.make_ahead(prefix, num_blocks, is_alone=is_alone)
+        return self._room.make_ahead(chain, num_blocks, is_alone=is_alone)
 
-    def why_missed(self, prefix: Prefix, index: int) -> str:
+    def why_missed(self, chain: Chain, index: int) -> str:
         """Return why a block of an admitted request had to be computed."""
-        return self._hits.why_missed(prefix, index)
+        return self._hits.why_missed(chain, index)
 
     # Completion
 
-    def claim(self, prefix: Prefix, first: int, last: int) -> None:
+    def claim(self, chain: Chain, first: int, last: int) -> None:
         """Note that a step will compute the blocks `[first, last)`, so that they are not loaded."""
-        begin_compute(prefix.blocks[first:last])
+        begin_compute(chain.blocks[first:last])
 
-    def complete(self, prefix: Prefix, first: int, last: int, *, has_rest: bool = False) -> None:
+    def complete(self, chain: Chain, first: int, last: int, *, has_rest: bool = False) -> None:
         """Publish the full blocks `[first, last)` of the chain, whose last tokens were computed.
 
         With `has_rest`, some tokens of the block `last` were computed too, but not all of them.
         """
-        blocks, hashes = prefix.blocks, prefix.hashes
+        blocks, hashes = chain.blocks, chain.hashes
         if has_rest and last < len(hashes):
             begin_compute([blocks[last]])
         computed = [index for index in range(first, last) if not blocks[index].is_ready]
         if not computed:
             return
-        prefix.row.compute(computed)
+        chain.row.compute(computed)
         num_steps = self._tiers.device_link.num_steps
         for index in computed:
             block = blocks[index]
             block.last_step = num_steps
             if block.source is not None:
-                prefix.row.lost.setdefault(index, COMPUTED_SOONER)
+                chain.row.lost.setdefault(index, COMPUTED_SOONER)
             self._tiers.device.fill(block)
             block.source = None
         hashed = [index for index in computed if blocks[index].block_hash is not None]
@@ -293,77 +293,77 @@ class TieredCache:
         entries = [
             Entry(
                 block_hash=hashes[index],
-                parent_hash=hashes[index - 1] if index else prefix.root,
-                root=prefix.root,
-                namespace=prefix.namespace,
+                parent_hash=hashes[index - 1] if index else chain.root,
+                root=chain.root,
+                namespace=chain.namespace,
                 position=index,
                 computed_at=now,
                 last_used=now,
                 claims=claim.retentions,
                 pinned_until=claim.pinned_until,
             )
-            for claim, part in prefix.by_claim(hashed)
+            for claim, part in chain.by_claim(hashed)
             for index in part
         ]
-        beside = [entry for entry in entries if self._is_kept_on_disk(prefix, entry.position, now)]
+        beside = [entry for entry in entries if self._is_kept_on_disk(chain, entry.position, now)]
         for entry in beside:  # it is not written again
-            entry.disk_expires_at = float(prefix.disk_until[entry.position])
+            entry.disk_expires_at = float(chain.disk_until[entry.position])
         self._demoter.note_computed(self._tiers.catalog.add_all(entries))
         self._lives.ask(beside)
 
-    def _is_kept_on_disk(self, prefix: Prefix, index: int, now: float) -> bool:
+    def _is_kept_on_disk(self, chain: Chain, index: int, now: float) -> bool:
         """Return whether the disk has a good copy of a block that was computed nevertheless."""
-        return prefix.is_on_disk(index, now) and prefix.row.lost.get(index) in STILL_ON_DISK
+        return chain.is_on_disk(index, now) and chain.row.lost.get(index) in STILL_ON_DISK
 
-    def seal(self, prefix: Prefix, block_hash: BlockHash) -> None:
+    def seal(self, chain: Chain, block_hash: BlockHash) -> None:
         """Publish the private block behind the chain, which generated tokens have filled.
 
         If another request has computed the same block already, this one stays private.
         """
-        device, index = self._tiers.device, len(prefix.hashes)
-        block = prefix.blocks[index]
+        device, index = self._tiers.device, len(chain.hashes)
+        block = chain.blocks[index]
         self._expiry.drop_among([block_hash])
-        prefix.hashes.append(block_hash)
-        prefix.row.append_computed()
-        if device.insert(block, block_hash, prefix.tenant) is block:
-            self.complete(prefix, index, index + 1)
+        chain.hashes.append(block_hash)
+        chain.row.append_computed()
+        if device.insert(block, block_hash, chain.tenant) is block:
+            self.complete(chain, index, index + 1)
         else:
             device.fill(block)
-        self._tiers.events.learn(prefix, index, index + 1)
+        self._tiers.events.learn(chain, index, index + 1)
 
-    def touch(self, prefix: Prefix) -> None:
+    def touch(self, chain: Chain) -> None:
         """Have the whole chain of a request refreshed in every tier, some blocks at a time."""
-        self._touches.begin(prefix)
+        self._touches.begin(chain)
 
-    def release(self, prefix: Prefix) -> None:
+    def release(self, chain: Chain) -> None:
         """Release all blocks of a request that finished, was cancelled or was preempted."""
-        self._admitted.pop(prefix, None)
-        self._lookups.forget(prefix)
-        self._room.forget(prefix)
-        self._promoter.end_prefetch(prefix)
-        self._touches.finish(prefix)
-        self._tiers.host.touch(prefix.hashes)
+        self._admitted.pop(chain, None)
+        self._lookups.forget(chain)
+        self._room.forget(chain)
+        self._promoter.end_prefetch(chain)
+        self._touches.finish(chain)
+        self._tiers.host.touch(chain.hashes)
         after = self._tiers.device_link.num_steps
-        self._tiers.device.release(prefix.blocks[::-1], after=after)
-        self._restores.forget(prefix)
-        prefix.blocks = []
-        prefix.block_ids = array("i")
-        prefix.disk_until = []
-        prefix.row.begin(len(prefix.hashes))
-        self._forecasts.forget(prefix)
+        self._tiers.device.release(chain.blocks[::-1], after=after)
+        self._restores.forget(chain)
+        chain.blocks = []
+        chain.block_ids = array("i")
+        chain.disk_until = []
+        chain.row.begin(len(chain.hashes))
+        self._forecasts.forget(chain)
         self._demoter.note_change()
 
     # Steps
 
     def begin_step(
-        self, issue_s: float, ending: Iterable[Prefix], done_s: Callable[[], float]
+        self, issue_s: float, ending: Iterable[Chain], done_s: Callable[[], float]
     ) -> Any | None:
         """Prepare for a step that is issued now.
 
         Args:
             issue_s: for how long issuing it keeps the engine's thread. The disk is given enough to
                 read for that time.
-            ending: prefixes of the requests that get a token with it.
+            ending: chains of the requests that get a token with it.
             done_s: returns for how long the device is busy with this step and those before it.
                 It is seldom asked.
 
@@ -405,21 +405,21 @@ class TieredCache:
         planned = self._promoter.plan(requests, busy_s)
         if self._plans:
             self._forecasts.note_plan(
-                (request.prefix, each.is_restored, each.done_s)
+                (request.chain, each.is_restored, each.done_s)
                 for request, each in zip(requests, planned, strict=True)
             )
 
-    def note_first_token(self, prefix: Prefix) -> Outcome | None:
+    def note_first_token(self, chain: Chain) -> Outcome | None:
         """Note that a request gets its first token; return what was expected, if it was planned."""
-        return self._forecasts.note_first_token(prefix)
+        return self._forecasts.note_first_token(chain)
 
-    def is_due(self, prefix: Prefix, seconds: float) -> bool:
+    def is_due(self, chain: Chain, seconds: float) -> bool:
         """Return whether what is loaded for a request arrives within this time, by the plan."""
-        return self._restores.is_due(prefix, seconds)
+        return self._restores.is_due(chain, seconds)
 
-    def stop(self, prefix: Prefix, first: int, end: int) -> int:
+    def stop(self, chain: Chain, first: int, end: int) -> int:
         """Return the first of the blocks `[first, end)` that is left to the links, or `end`."""
-        return self._restores.stop(prefix, first, end)
+        return self._restores.stop(chain, first, end)
 
     def poll(self, *, may_start_early: bool = False) -> None:
         """Take in the copies, reads and writes that have ended since the last call.
@@ -528,8 +528,8 @@ class TieredCache:
         tiers.disk_link.check()
         self._promoter.check()
         self._demoter.check()
-        for prefix in self._admitted:
-            prefix.check()
+        for chain in self._admitted:
+            chain.check()
         tiers.events.check()
         for entry in tiers.catalog.entries():
             if not tiers.is_in_ram(entry.block_hash):
@@ -552,8 +552,8 @@ class TieredCache:
     # Inside
 
     def _on_lookup_done(self, event: LookupDone) -> None:
-        if (prefix := self._lookups.take(event)) is not None:
-            self._use(prefix, [*map(BlockHash, event.found)])
+        if (chain := self._lookups.take(event)) is not None:
+            self._use(chain, [*map(BlockHash, event.found)])
         elif not self._lives.take(event):
             self.operations.note_found(event)
 

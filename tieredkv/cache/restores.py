@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tieredkv.cache.block import Content
+from tieredkv.cache.chain import Chain
 from tieredkv.cache.plan import Demand, LinkLoad, Planner, Split
-from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.row import LOADABLE, State
 from tieredkv.cache.tiers import Tiers
 from tieredkv.errors import IntegrityError
@@ -37,7 +37,7 @@ HOST, DISK = 0, 1
 
 @dataclass(slots=True, eq=False)
 class Restore:
-    """What slower tiers hold of one request's prefix, and VRAM does not.
+    """What slower tiers hold of one request's chain, and VRAM does not.
 
     Attributes:
         end: index behind the last block that it waits for, here or in a restore that it shares.
@@ -52,7 +52,7 @@ class Restore:
         is_given_up: whether `give_up_at` has passed, so that it waits for no read any more.
     """
 
-    prefix: Prefix
+    chain: Chain
     end: int
     give_up_at: float
     split: int = sys.maxsize
@@ -64,24 +64,24 @@ class Restore:
     @property
     def is_admitted(self) -> bool:
         """Whether the request has a block table, so that blocks are filled, not only read ahead."""
-        return bool(self.prefix.blocks)
+        return bool(self.chain.blocks)
 
     def has(self, state: State) -> bool:
         """Return whether some block is in this state."""
-        return self.prefix.row.first(state) >= 0
+        return self.chain.row.first(state) >= 0
 
     @property
     def first(self) -> int:
         """The first block that may be loaded or is being read; `end` if there is none."""
-        found = [first for each in LOADABLE if (first := self.prefix.row.first(each)) >= 0]
+        found = [first for each in LOADABLE if (first := self.chain.row.first(each)) >= 0]
         return min(found, default=self.end)
 
     @property
     def loads(self) -> tuple[LinkLoad, LinkLoad]:
         """What each link may load, or was given to load."""
         # Copies begin with the last block, and those of a request end in their order.
-        of, first = self.prefix.row.indices, self.prefix.row.first(State.COMING)
-        is_copying = self.is_admitted and first >= 0 and self.prefix.blocks[first].is_copying
+        of, first = self.chain.row.indices, self.chain.row.first(State.COMING)
+        is_copying = self.is_admitted and first >= 0 and self.chain.blocks[first].is_copying
         return (
             LinkLoad(HOST, of(State.AT_HOST), is_bringing=is_copying),
             LinkLoad(DISK, of(State.AT_DISK), of(State.READING)),
@@ -90,19 +90,19 @@ class Restore:
     @property
     def copies_next(self) -> bool:
         """Whether its last block in host memory is to be copied to VRAM."""
-        last = self.prefix.row.last(State.AT_HOST)
+        last = self.chain.row.last(State.AT_HOST)
         return self.is_admitted and 0 <= last >= self.host_split
 
     @property
     def reads_next(self) -> bool:
         """Whether its last block on disk is to be read."""
-        return 0 <= self.prefix.row.last(State.AT_DISK) >= self.split
+        return 0 <= self.chain.row.last(State.AT_DISK) >= self.split
 
 
 class RequestProgress(NamedTuple):
     """A request's tokens, and how many of them are computed."""
 
-    prefix: Prefix
+    chain: Chain
     num_computed_tokens: int
     num_tokens: int
 
@@ -119,15 +119,15 @@ class Restores:
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
-        self._restores: dict[Prefix, Restore] = {}
+        self._restores: dict[Chain, Restore] = {}
         self.order: list[Restore] = []
 
     def __len__(self) -> int:
         return len(self._restores)
 
     @property
-    def prefixes(self) -> list[Prefix]:
-        """The prefixes that have a restore, the oldest first."""
+    def chains(self) -> list[Chain]:
+        """The chains that have a restore, the oldest first."""
         return list(self._restores)
 
     def is_open(self, block_hash: BlockHash) -> bool:
@@ -139,33 +139,33 @@ class Restores:
 
     # Requests
 
-    def want(self, prefix: Prefix, *, end: int) -> None:
+    def want(self, chain: Chain, *, end: int) -> None:
         """Restore blocks of an admitted request, or prefetch those of a queued one.
 
         Without any block to wait for, the request has no restore any more.
 
         Args:
-            prefix: the request's chain; its row tells what can be loaded.
+            chain: of the request; its row tells what can be loaded.
             end: index behind the last block that is missing, here or in a restore that it shares.
         """
-        if prefix in self._restores:  # of the request while it was queued
-            self.order.remove(self._restores.pop(prefix))
+        if chain in self._restores:  # of the request while it was queued
+            self.order.remove(self._restores.pop(chain))
         if not end:
             return
-        timeout_s = self._tiers.load_timeout_s if prefix.blocks else float("inf")
-        restore = Restore(prefix, end, give_up_at=time.monotonic() + timeout_s)
-        self._restores[prefix] = restore
+        timeout_s = self._tiers.load_timeout_s if chain.blocks else float("inf")
+        restore = Restore(chain, end, give_up_at=time.monotonic() + timeout_s)
+        self._restores[chain] = restore
         self.order.append(restore)
         if restore.is_admitted:
             host = self._tiers.host
-            in_host = prefix.row.indices(State.AT_HOST)
-            pages = host.find(map(prefix.hashes.__getitem__, in_host))
-            prefix.row.pages = {i: page for i, page in zip(in_host, pages, strict=True) if page}
-            host.acquire(prefix.row.pages.values())
+            in_host = chain.row.indices(State.AT_HOST)
+            pages = host.find(map(chain.hashes.__getitem__, in_host))
+            chain.row.pages = {i: page for i, page in zip(in_host, pages, strict=True) if page}
+            host.acquire(chain.row.pages.values())
 
-    def forget(self, prefix: Prefix) -> None:
+    def forget(self, chain: Chain) -> None:
         """End the restore of a request; admitted requests that share its blocks take them over."""
-        restore = self._restores.pop(prefix, None)
+        restore = self._restores.pop(chain, None)
         if restore is None:
             return
         self.order.remove(restore)
@@ -173,12 +173,12 @@ class Restores:
             for other in self._restores.values():
                 if other.is_admitted:
                     self._hand_over(restore, other)
-        self._tiers.host.release(prefix.row.pages.values())
-        prefix.row.pages = {}
+        self._tiers.host.release(chain.row.pages.values())
+        chain.row.pages = {}
 
     def _hand_over(self, restore: Restore, other: Restore) -> None:
         """Move the blocks that two requests share from a restore that ends to another one."""
-        ours, theirs = restore.prefix, other.prefix
+        ours, theirs = restore.chain, other.chain
         shared = num_shared(ours.hashes, theirs.hashes)
         for state in LOADABLE:
             indices = ours.row.indices(state)
@@ -208,20 +208,20 @@ class Restores:
             requests: all admitted requests that have tokens of their prompts to compute, and the
                 next queued ones, in the order of service.
         """
-        needy = {prefix for prefix, _, _ in requests}
-        for prefix in self.prefixes:
-            if self._restores[prefix].is_admitted and prefix not in needy:
-                self.forget(prefix)
+        needy = {chain for chain, _, _ in requests}
+        for chain in self.chains:
+            if self._restores[chain].is_admitted and chain not in needy:
+                self.forget(chain)
         size = self._tiers.block_size
         demands: list[tuple[Demand, Restore | None]] = []
         planned: list[Restore] = []
-        for prefix, num_computed, num_tokens in requests:
-            if (restore := self._restores.get(prefix)) is not None:
+        for chain, num_computed, num_tokens in requests:
+            if (restore := self._restores.get(chain)) is not None:
                 self._tidy(restore, num_computed // size)
-            shared = (num_shared(prefix.hashes, each.prefix.hashes) for each in planned)
+            shared = (num_shared(chain.hashes, each.chain.hashes) for each in planned)
             num_covered = min(num_tokens, size * max(shared, default=0))
-            restore = self._restores.get(prefix)
-            demand = Demand(max(num_computed, num_covered), num_tokens, ready=prefix.row.there)
+            restore = self._restores.get(chain)
+            demand = Demand(max(num_computed, num_covered), num_tokens, ready=chain.row.there)
             if restore is not None:
                 demand = demand._replace(
                     loads=restore.loads,
@@ -248,30 +248,30 @@ class Restores:
                     restore.due_at = math.inf
         return splits
 
-    def is_due(self, prefix: Prefix, seconds: float) -> bool:
+    def is_due(self, chain: Chain, seconds: float) -> bool:
         """Return whether what is loaded for a request arrives within this time, by the plan."""
-        restore = self._restores.get(prefix)
+        restore = self._restores.get(chain)
         return restore is None or restore.due_at - time.monotonic() <= seconds
 
-    def stop(self, prefix: Prefix, first: int, end: int) -> int:
+    def stop(self, chain: Chain, first: int, end: int) -> int:
         """Return the first of a request's blocks `[first, end)` that is left to the links.
 
         Returns:
             `end` if all of them may be computed.
         """
-        own = self._restores.get(prefix)
+        own = self._restores.get(chain)
         may_read = own is None or not own.is_given_up
         for restore in self._restores.values():
             if not restore.is_admitted or end <= max(first, restore.host_split):
                 continue
-            is_own = restore.prefix is prefix
-            shared = end if is_own else num_shared(prefix.hashes, restore.prefix.hashes)
+            is_own = restore.chain is chain
+            shared = end if is_own else num_shared(chain.hashes, restore.chain.hashes)
             last = min(end, shared)
             splits = restore.host_split, restore.split, restore.split
             for state, split in zip(LOADABLE, splits, strict=True):
                 if not may_read and state is not State.AT_HOST:
                     continue
-                found = restore.prefix.row.first(state, max(first, split), last)
+                found = restore.chain.row.first(state, max(first, split), last)
                 if found >= 0:
                     end = last = found
         return end
@@ -279,23 +279,23 @@ class Restores:
     def note_read(self, block_hash: BlockHash, index: int, *, is_copying: bool) -> None:
         """Note for all who wait for a block that its read has ended, and whether it is copied."""
         for restore in self._restores.values():
-            prefix = restore.prefix
-            if prefix.row.is_at(index, State.READING) and prefix.has_at(index, block_hash):
+            chain = restore.chain
+            if chain.row.is_at(index, State.READING) and chain.has_at(index, block_hash):
                 if is_copying and restore.is_admitted:
-                    prefix.row.copy([index])
+                    chain.row.copy([index])
                 else:
-                    prefix.row.leave([index])
+                    chain.row.leave([index])
 
     def _tidy(self, restore: Restore, first: int) -> None:
         """Drop the blocks before `first`, which are computed, and those that took too long."""
-        hashes, row = restore.prefix.hashes, restore.prefix.row
+        hashes, row = restore.chain.hashes, restore.chain.row
         reading = row.indices(State.READING)
         arrived = [index for index in reading if not self._is_awaited(hashes[index])]
         if arrived:
             row.leave(arrived)
         if not restore.is_admitted:
             if not (restore.has(State.AT_DISK) or restore.has(State.READING)):
-                self.forget(restore.prefix)
+                self.forget(restore.chain)
             return
         for state in LOADABLE:
             while (index := row.first(state, 0, first)) >= 0:
@@ -303,7 +303,7 @@ class Restores:
         late = [index for index in row.pages if index < first]
         self._tiers.host.release(row.pages.pop(index) for index in late)
         if first >= restore.end:
-            self.forget(restore.prefix)
+            self.forget(restore.chain)
 
     def _is_awaited(self, block_hash: BlockHash) -> bool:
         tiers, block = self._tiers, self._tiers.device.lookup(block_hash)
@@ -320,10 +320,10 @@ class Restores:
         for restore in self._restores.values():
             if now >= restore.give_up_at:
                 restore.is_given_up = True
-                row = restore.prefix.row
+                row = restore.chain.row
                 for state in (State.AT_DISK, State.READING):
                     for index in row.indices(state):
-                        if self.is_open(block_hash := restore.prefix.hashes[index]):
+                        if self.is_open(block_hash := restore.chain.hashes[index]):
                             late[block_hash] = index
                     row.leave(row.indices(state))
         return late
@@ -333,9 +333,9 @@ class Restores:
         if Counter(self.order) != Counter(self._restores.values()):
             raise IntegrityError("the order of the restores is not one of all of them")
         for restore in self._restores.values():
-            prefix = restore.prefix
-            reading = (prefix.hashes[index] for index in prefix.row.indices(State.READING))
+            chain = restore.chain
+            reading = (chain.hashes[index] for index in chain.row.indices(State.READING))
             if not all(map(self._tiers.disk_link.is_reading, reading)):
                 raise IntegrityError("a request waits for a read that has ended")
-            if prefix.row.pages and not restore.is_admitted:
+            if chain.row.pages and not restore.is_admitted:
                 raise IntegrityError("a request holds pages, but is not admitted")

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tieredkv.cache.block import Block
+from tieredkv.cache.chain import Chain
 from tieredkv.cache.demotion import Demoter
-from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.tiers import Tiers
 from tieredkv.types import BlockHash, Tier
@@ -78,13 +78,13 @@ class Room:
         tiers: Tiers,
         promoter: Promoter,
         demoter: Demoter,
-        readable: Callable[[Prefix], list[BlockHash]],
+        readable: Callable[[Chain], list[BlockHash]],
         poll: Callable[[], None],
     ) -> None:
         self._tiers, self._promoter, self._demoter = tiers, promoter, demoter
         self._readable, self._poll = readable, poll
-        self._waits: dict[Prefix, _Wait] = {}
-        self._refused: dict[Prefix, tuple[int, ...]] = {}  # what `_found_by` was then
+        self._waits: dict[Chain, _Wait] = {}
+        self._refused: dict[Chain, tuple[int, ...]] = {}  # what `_found_by` was then
 
     @property
     def state(self) -> tuple[int, ...]:
@@ -93,39 +93,39 @@ class Room:
         copied = counters.demoted_host_blocks, counters.promoted_host_blocks
         return device.num_free, device.num_empty, *copied
 
-    def lacks_still(self, prefix: Prefix, num_blocks: int, is_alone: bool) -> bool:
+    def lacks_still(self, chain: Chain, num_blocks: int, is_alone: bool) -> bool:
         """Return whether nothing has changed since `note_refused`, so that trying is in vain."""
-        return self._refused.get(prefix) == self._found_by(prefix, num_blocks, is_alone)
+        return self._refused.get(chain) == self._found_by(chain, num_blocks, is_alone)
 
-    def note_refused(self, prefix: Prefix, num_blocks: int, is_alone: bool) -> None:
+    def note_refused(self, chain: Chain, num_blocks: int, is_alone: bool) -> None:
         """Note that a request found no room; if that comes soon, trying is never in vain."""
-        self._refused.pop(prefix, None)
-        if not self.is_coming(prefix):
-            self._refused[prefix] = self._found_by(prefix, num_blocks, is_alone)
+        self._refused.pop(chain, None)
+        if not self.is_coming(chain):
+            self._refused[chain] = self._found_by(chain, num_blocks, is_alone)
 
-    def _found_by(self, prefix: Prefix, num_blocks: int, is_alone: bool) -> tuple[int, ...]:
+    def _found_by(self, chain: Chain, num_blocks: int, is_alone: bool) -> tuple[int, ...]:
         """Return what decides whether a request finds room."""
         device = self._tiers.device
-        num_free_for = device.num_free_for(prefix.tenant)
+        num_free_for = device.num_free_for(chain.tenant)
         return device.num_free, num_free_for, device.num_cached, num_blocks, is_alone
 
-    def is_kept_from(self, prefix: Prefix) -> bool:
+    def is_kept_from(self, chain: Chain) -> bool:
         """Return whether the floors of other tenants keep free blocks from a request."""
         device = self._tiers.device
-        return device.num_free_for(prefix.tenant) < device.num_free
+        return device.num_free_for(chain.tenant) < device.num_free
 
-    def is_coming(self, prefix: Prefix) -> bool:
+    def is_coming(self, chain: Chain) -> bool:
         """Whether the blocks that a request lacks become free soon without a preemption."""
-        return prefix in self._waits
+        return chain in self._waits
 
-    def forget(self, prefix: Prefix) -> None:
+    def forget(self, chain: Chain) -> None:
         """Note that a request needs no more blocks."""
-        self._waits.pop(prefix, None)
-        self._refused.pop(prefix, None)
+        self._waits.pop(chain, None)
+        self._refused.pop(chain, None)
 
     def allocate(
         self,
-        prefix: Prefix,
+        chain: Chain,
         num_blocks: int,
         is_alone: bool,
         *,
@@ -135,7 +135,7 @@ class Room:
         """Allocate device blocks for a request.
 
         Args:
-            prefix: the request's chain.
+            chain: of the request.
             num_blocks: how many blocks.
             is_alone: no other request runs that could release blocks, so that floors give way.
             makes_room: whether room is made at once if there is none yet. If not, `make_ahead` does
@@ -151,35 +151,35 @@ class Room:
             makes_room, at_most = True, sys.maxsize
         elif not makes_room:
             at_most = MAX_AHEAD
-        takes_kept, num_free = False, device.num_free_for(prefix.tenant)
-        is_known_to_lack = self.is_coming(prefix) and device.num_clean < num_blocks
+        takes_kept, num_free = False, device.num_free_for(chain.tenant)
+        is_known_to_lack = self.is_coming(chain) and device.num_clean < num_blocks
         if is_known_to_lack and not makes_room:
             return None
         if is_alone and num_free < num_blocks:
             takes_kept, num_free = True, device.num_free
-        wanted = _Wanted(num_blocks, prefix.tenant, takes_kept)
+        wanted = _Wanted(num_blocks, chain.tenant, takes_kept)
         blocks = None if is_known_to_lack else self._take(wanted, at_most)
         # If too few are free, requests or floors hold the rest, and no demotion can help.
         if blocks is None and num_free >= num_blocks:
             if not makes_room:
-                self._wait(prefix, gets_on=False)
+                self._wait(chain, gets_on=False)
                 return None
-            blocks = self._make_room(prefix, wanted, at_most)
+            blocks = self._make_room(chain, wanted, at_most)
             if blocks is None:
-                if not prefix.blocks:
-                    self._bring_up(prefix, at_most)
+                if not chain.blocks:
+                    self._bring_up(chain, at_most)
                 return None
-        self.forget(prefix)
+        self.forget(chain)
         self._demoter.note_change()
         return blocks
 
-    def make_ahead(self, prefix: Prefix, num_blocks: int, *, is_alone: bool = False) -> bool:
+    def make_ahead(self, chain: Chain, num_blocks: int, *, is_alone: bool = False) -> bool:
         """Make room for a queued request that was refused, or that will soon ask.
 
         Beside others, no more is done at once than keeps the engine's thread for some milliseconds.
 
         Args:
-            prefix: the request's chain.
+            chain: of the request.
             num_blocks: length of its table.
             is_alone: see `allocate`.
 
@@ -188,14 +188,14 @@ class Room:
         """
         device, at_most = self._tiers.device, sys.maxsize if is_alone else MAX_AHEAD
         num_empty = device.num_empty
-        found = [block for block in device.find(self._readable(prefix)) if block is not None]
+        found = [block for block in device.find(self._readable(chain)) if block is not None]
         device.acquire(found)
         num_fresh = num_blocks - len(found)
-        if self.is_coming(prefix):
-            blocks = self.allocate(prefix, num_fresh, is_alone, at_most=at_most)
+        if self.is_coming(chain):
+            blocks = self.allocate(chain, num_fresh, is_alone, at_most=at_most)
             device.release(blocks or [])
-        elif device.num_empty < num_fresh <= device.num_free_for(prefix.tenant):
-            self._evict_and_demote(prefix, _Wanted(num_fresh, prefix.tenant), at_most)
+        elif device.num_empty < num_fresh <= device.num_free_for(chain.tenant):
+            self._evict_and_demote(chain, _Wanted(num_fresh, chain.tenant), at_most)
         device.release(found[::-1])
         return device.num_empty >= min(num_fresh, num_empty + at_most)
 
@@ -214,7 +214,7 @@ class Room:
             is_partial=at_most is not None,
         )
 
-    def _bring_up(self, prefix: Prefix, at_most: int) -> None:
+    def _bring_up(self, chain: Chain, at_most: int) -> None:
         """Copy pages of a chain into the empty blocks of VRAM while room for all of it is coming.
 
         The pages are duplicates then and make room for what VRAM has to evict. If the whole table
@@ -223,10 +223,10 @@ class Room:
         request never waits for what it need not have begun.
         """
         device, promoter = self._tiers.device, self._promoter
-        pages = self._pages_to_copy(prefix) if device.num_empty else {}
+        pages = self._pages_to_copy(chain) if device.num_empty else {}
         if not pages:
             return
-        first = promoter.first_copied(prefix, list(pages))
+        first = promoter.first_copied(chain, list(pages))
         wanted = [(index, page) for index, page in reversed(pages.items()) if index >= first]
         blocks = device.allocate(
             min(len(wanted), promoter.num_copies_left, at_most), is_partial=True, only_empty=True
@@ -234,15 +234,15 @@ class Room:
         for (index, page), block in zip(wanted, blocks or [], strict=False):
             block_hash = page.block_hash
             assert block_hash is not None, page
-            device.insert(block, block_hash, prefix.tenant)
-            prefix.row.copy([index])
+            device.insert(block, block_hash, chain.tenant)
+            chain.row.copy([index])
             promoter.queue_copy(page, block, page.source or Tier.HOST)
         if blocks:
             promoter.pump()
-            asked_at = self._waits[prefix].asked_at
-            self._waits[prefix] = _Wait(asked_at, asked_at)  # it gets on
+            asked_at = self._waits[chain].asked_at
+            self._waits[chain] = _Wait(asked_at, asked_at)  # it gets on
 
-    def _evict_and_demote(self, prefix: Prefix, wanted: _Wanted, at_most: int) -> int:
+    def _evict_and_demote(self, chain: Chain, wanted: _Wanted, at_most: int) -> int:
         """Empty the clean ones of the blocks, then copy others down; return how many in all."""
         device = self._tiers.device
         # NOTE: an allocation may get its room in parts. Clean blocks are evicted before others
@@ -254,40 +254,40 @@ class Room:
         num_lacking = wanted.num_blocks - device.num_empty
         if num_evicted >= at_most or num_lacking <= 0:
             return num_evicted
-        if not prefix.blocks:
-            self._tiers.host.touch(prefix.hashes)  # other chains' pages go before these
-        num_ahead = self._num_to_demote(prefix, num_lacking)
+        if not chain.blocks:
+            self._tiers.host.touch(chain.hashes)  # other chains' pages go before these
+        num_ahead = self._num_to_demote(chain, num_lacking)
         return num_evicted + self._demoter.demote(num_ahead, at_most - num_evicted)
 
-    def _make_room(self, prefix: Prefix, wanted: _Wanted, at_most: int) -> list[Block] | None:
+    def _make_room(self, chain: Chain, wanted: _Wanted, at_most: int) -> list[Block] | None:
         """Copy blocks down; take the request's blocks if it has room now, or has waited enough."""
         device, demoter, num_blocks = self._tiers.device, self._demoter, wanted.num_blocks
-        num_moved = self._evict_and_demote(prefix, wanted, at_most)
+        num_moved = self._evict_and_demote(chain, wanted, at_most)
         self._poll()
         if (blocks := self._take(wanted, at_most)) is not None:
             return blocks
         demoter.write(num_blocks)
         is_copying = demoter.is_copying or self._tiers.num_promoting > 0
         is_coming = is_copying and device.num_ready >= num_blocks
-        waited_s = self._wait(prefix, gets_on=num_moved >= MIN_SLICE)
+        waited_s = self._wait(chain, gets_on=num_moved >= MIN_SLICE)
         if waited_s < (MAX_PATIENCE_S if is_coming else PATIENCE_S):
             return None
         demoter.drop_oldest(num_blocks)
         return self._allocate(wanted)
 
-    def _wait(self, prefix: Prefix, *, gets_on: bool) -> float:
+    def _wait(self, chain: Chain, *, gets_on: bool) -> float:
         """Note that a request goes on waiting; return since how many seconds it has not got on."""
         now = time.monotonic()
-        if prefix not in self._waits:
+        if chain not in self._waits:
             self._tiers.counters.allocation_waits += 1
-        since, asked_at = self._waits.get(prefix, (now, now))
+        since, asked_at = self._waits.get(chain, (now, now))
         # It may also have waited for something else since it asked the last time.
         if gets_on or now - asked_at >= MAX_PATIENCE_S:
             since = now
-        self._waits[prefix] = _Wait(since, now)
+        self._waits[chain] = _Wait(since, now)
         return now - since
 
-    def _num_to_demote(self, prefix: Prefix, num_blocks: int) -> int:
+    def _num_to_demote(self, chain: Chain, num_blocks: int) -> int:
         """Return how many blocks VRAM may evict at once for a request that lacks so many.
 
         For what the request has in host memory, its own pages make the room, in turns.
@@ -297,14 +297,14 @@ class Room:
         turn += host.num_empty + host.num_duplicates
         if num_blocks <= turn:
             return num_blocks
-        return max(turn, num_blocks - len(self._pages_to_copy(prefix)))
+        return max(turn, num_blocks - len(self._pages_to_copy(chain)))
 
-    def _pages_to_copy(self, prefix: Prefix) -> dict[int, Block]:
+    def _pages_to_copy(self, chain: Chain) -> dict[int, Block]:
         """Return the pages of a waiting request whose blocks VRAM does not hold, by index."""
         tiers = self._tiers
         if not tiers.can_load:
             return {}
-        hashes = self._readable(prefix)
+        hashes = self._readable(chain)
         found = zip(tiers.device.find(hashes), tiers.host.find(hashes), strict=True)
         return {
             index: page

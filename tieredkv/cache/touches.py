@@ -9,9 +9,9 @@ Called by the engine's thread only.
 from collections.abc import Iterable
 
 from tieredkv.cache.catalog import Entry
+from tieredkv.cache.chain import Chain
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.lives import Lives
-from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers
 from tieredkv.tier import TouchItem
@@ -25,11 +25,11 @@ class Touches:
 
     def __init__(self, tiers: Tiers, demoter: Demoter, lives: Lives) -> None:
         self._tiers, self._demoter, self._lives = tiers, demoter, lives
-        self._begun: dict[Prefix, int] = {}  # each with the first block that is left
+        self._begun: dict[Chain, int] = {}  # each with the first block that is left
 
-    def begin(self, prefix: Prefix) -> None:
+    def begin(self, chain: Chain) -> None:
         """Have `go_on` refresh the whole chain, its head first."""
-        self._begun[prefix] = 0
+        self._begun[chain] = 0
 
     def go_on(self) -> None:
         """Refresh some blocks; the next step continues with the others.
@@ -38,12 +38,12 @@ class Touches:
         """
         num_left = MAX_TOUCHED
         while self._begun and num_left:
-            prefix, first = next(iter(self._begun.items()))
-            last = min(len(prefix.hashes), first + num_left)
-            self._begun[prefix], num_left = last, num_left - (last - first)
-            self._touch(prefix, range(first, last))
-            if last == len(prefix.hashes):
-                del self._begun[prefix]
+            chain, first = next(iter(self._begun.items()))
+            last = min(len(chain.hashes), first + num_left)
+            self._begun[chain], num_left = last, num_left - (last - first)
+            self._touch(chain, range(first, last))
+            if last == len(chain.hashes):
+                del self._begun[chain]
 
     def keep_on_disk(self, hashes: Iterable[bytes]) -> None:
         """Have the disk keep what it has told of for a request that may wait for room in VRAM.
@@ -54,17 +54,17 @@ class Touches:
             now = self._tiers.clock.now()
             self._tiers.store.touch([TouchItem(block_hash, now, hits=0) for block_hash in hashes])
 
-    def finish(self, prefix: Prefix) -> None:
+    def finish(self, chain: Chain) -> None:
         """Refresh what is left of a chain that is about to be released."""
-        if (first := self._begun.pop(prefix, None)) is not None:
-            self._touch(prefix, range(first, len(prefix.hashes)))
+        if (first := self._begun.pop(chain, None)) is not None:
+            self._touch(chain, range(first, len(chain.hashes)))
 
-    def _touch(self, prefix: Prefix, indices: range) -> None:
-        tiers, hashes, now = self._tiers, prefix.hashes, self._tiers.clock.now()
-        states = prefix.row.states
-        if not indices.start and prefix.read_ends is not None:  # shared blocks, computed again
+    def _touch(self, chain: Chain, indices: range) -> None:
+        tiers, hashes, now = self._tiers, chain.hashes, self._tiers.clock.now()
+        states = chain.row.states
+        if not indices.start and chain.read_ends is not None:  # shared blocks, computed again
             tiers.device.touch(hashes)
-        for claim, part in prefix.by_claim(indices):
+        for claim, part in chain.by_claim(indices):
             entries = list[Entry]()
             for index in part:
                 if (entry := tiers.catalog.get(hashes[index])) is not None:

@@ -14,10 +14,10 @@ from tieredkv.cache.prompt_report import HOST, MakePlanner, report
 from tieredkv.cache.rate_file import Machine, disk_name, read_rates
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
+from tieredkv.engine.chains import Chains
 from tieredkv.engine.checkpoint import load_tokenizer
 from tieredkv.engine.engine_messages import EngineInfo
 from tieredkv.engine.loader import FoundModel, find_model
-from tieredkv.engine.prefixes import Prefixes
 from tieredkv.engine.store_options import guard_names_key
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import Inspect, NamesKey
@@ -56,7 +56,7 @@ def inspect(
     )
     keys = Keys(settings=settings, is_strict=False, is_local=True)
     request = planned(call, tokenization.of, info, keys, Stop())
-    prefixes = Prefixes(settings, spec, fingerprint, Clock(settings.clock_offset_file))
+    prefixes = Chains(settings, spec, fingerprint, Clock(settings.clock_offset_file))
     prefix = prefixes.make(request, request.prompt_token_ids)
     guard_names_key(settings)
     names = Names(store.answer(NamesKey())["names_key"])

@@ -34,8 +34,8 @@ from tieredkv.cache_fields import (
     breakpoints_of,
 )
 from tieredkv.config import Settings
+from tieredkv.engine.chains import namespace_of
 from tieredkv.engine.engine_messages import EngineRequest
-from tieredkv.engine.prefixes import namespace_of
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.fields import read

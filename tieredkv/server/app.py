@@ -28,8 +28,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tieredkv import __version__
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
+from tieredkv.engine.chains import namespace_of
 from tieredkv.engine.engine_messages import EngineRequest
-from tieredkv.engine.prefixes import namespace_of
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import PromptTooLongError, RequestError
 from tieredkv.fields import MAX_VALUES, parse_body, read

@@ -25,8 +25,8 @@ import msgspec
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine.answer import Answer
+from tieredkv.engine.chains import max_cached_blocks, namespace_of
 from tieredkv.engine.engine_messages import EngineRequest
-from tieredkv.engine.prefixes import max_cached_blocks, namespace_of
 from tieredkv.errors import ConfigError
 from tieredkv.hashing import chain_hashes
 from tieredkv.traces import Request

@@ -4,7 +4,7 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 
-from tieredkv.cache.prefix import BlockClaim, Prefix
+from tieredkv.cache.chain import BlockClaim, Chain
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import EngineRequest
@@ -30,8 +30,8 @@ def max_cached_blocks(asked: EngineRequest, block_size: int) -> int:
     return (sys.maxsize if most_tokens is None else most_tokens) // block_size
 
 
-class Prefixes:
-    """Makes the prefixes of one model's requests.
+class Chains:
+    """Makes the chains of one model's requests.
 
     Args:
         settings: how to hash, what isolates requests, and the retention policies.
@@ -46,12 +46,12 @@ class Prefixes:
         self._policies = settings.retention_policies()
         self._open_namespace = namespace_digest("", algo=settings.hash_algo)
 
-    def make(self, asked: EngineRequest, token_ids: Sequence[int]) -> Prefix:
+    def make(self, asked: EngineRequest, token_ids: Sequence[int]) -> Chain:
         """Hash a prompt's full blocks that may be cached, in the tenant's own namespace."""
         return whole(self.making(asked, token_ids))
 
-    def making(self, asked: EngineRequest, token_ids: Sequence[int]) -> Pieces[Prefix]:
-        """Make a prefix as `make` does, in pieces."""
+    def making(self, asked: EngineRequest, token_ids: Sequence[int]) -> Pieces[Chain]:
+        """Make a chain as `make` does, in pieces."""
         settings, size, algo = self._settings, self._spec.block_size, self._settings.hash_algo
         max_blocks = max_cached_blocks(asked, size)
         namespace = namespace_of(asked, settings)
@@ -66,15 +66,15 @@ class Prefixes:
             yield
         told = packed[: len(hashes) * size] if self._is_announced(asked, namespace) else None
         claims = self._claims(asked)
-        return Prefix(root, namespace, hashes, claims, max_blocks, told, read_ends)
+        return Chain(root, namespace, hashes, claims, max_blocks, told, read_ends)
 
     def elsewhere(
-        self, prefix: Prefix, token_ids: Sequence[int], roots: Mapping[BlockHash, bytes]
+        self, chain: Chain, token_ids: Sequence[int], roots: Mapping[BlockHash, bytes]
     ) -> Pieces[dict[BlockHash, str]]:
         """Find what a prompt's first block is called below other roots, and how they differ.
 
         Args:
-            prefix: of the prompt.
+            chain: of the prompt.
             token_ids: the prompt.
             roots: each with its namespace.
 
@@ -85,7 +85,7 @@ class Prefixes:
         found = dict[BlockHash, str]()
         for some in cut(roots.items() if len(token_ids) >= size else (), PIECE_BLOCKS):
             for root, namespace in some:
-                if root != prefix.root:
+                if root != chain.root:
                     [first] = chain_hashes(root, token_ids[:size], size, algo=algo)
                     own = model_root(self._fingerprint, self._spec, namespace, algo=algo)
                     found[first] = "other_namespace" if own == root else "other_model"

@@ -30,7 +30,7 @@ class BlockClaim(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Prefix:
+class Chain:
     """One request's chain of full blocks, and what it holds in the tiers.
 
     Attributes:
