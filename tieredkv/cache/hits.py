@@ -18,6 +18,9 @@ NUM_SAMPLED = 16
 """Blocks of a chain that are looked up to tell which part of it RAM holds."""
 
 
+_FOUND, _COMING, _SHARED, _COMPUTE, _AT_HOST, _AT_DISK, _READING, _ = map(int, State)
+
+
 class Hits:
     """Finds chains in the tiers.
 
@@ -121,28 +124,28 @@ class Hits:
         tiers, tenant, blocks, until = self._tiers, chain.tenant, chain.blocks, chain.disk_until
         end, now, is_coming = 0, tiers.clock.now(), tiers.disk_link.is_coming
         brought = {*chain.row.indices(State.COMING)}  # while the request waited for room
-        states = bytearray([State.COMPUTE]) * len(chain.hashes)
+        states = bytearray([_COMPUTE]) * len(chain.hashes)
         hashes = chain.hashes[: len(found)]
         pages = tiers.host.find(hashes) if tiers.can_load else [None] * len(found)
         for index, (block, block_hash, page) in enumerate(zip(found, hashes, pages, strict=True)):
-            state = State.COMPUTE
+            state = _COMPUTE
             if block is not None:
                 if block.is_ready and index not in brought:
-                    state = State.FOUND
+                    state = _FOUND
                 elif block.is_ready or block.is_copying:
-                    state = State.COMING
+                    state = _COMING
                 else:
-                    state = State.READING if is_coming(block_hash) else State.SHARED
+                    state = _READING if is_coming(block_hash) else _SHARED
             else:
                 block = next(fresh)
                 tiers.device.insert(block, block_hash, tenant)
                 if page is not None and page.is_ready:
-                    state, block.source = State.AT_HOST, page.source or Tier.HOST
+                    state, block.source = _AT_HOST, page.source or Tier.HOST
                 elif is_coming(block_hash):
-                    state, block.source = State.READING, Tier.DISK
+                    state, block.source = _READING, Tier.DISK
                 elif until and until[index] > now:
-                    state, block.source = State.AT_DISK, Tier.DISK
-            if state is not State.COMPUTE:
+                    state, block.source = _AT_DISK, Tier.DISK
+            if state != _COMPUTE:
                 states[index] = state
                 end = end if block.is_ready else index + 1
             blocks.append(block)

@@ -305,15 +305,16 @@ class TieredCache:
             for claim, part in chain.by_claim(hashed)
             for index in part
         ]
-        beside = [entry for entry in entries if self._is_kept_on_disk(chain, entry.position, now)]
-        for entry in beside:  # it is not written again
-            entry.disk_expires_at = float(chain.disk_until[entry.position])
+        until, lost = chain.disk_until, chain.row.lost
+        beside = [
+            entry
+            for entry in (entries if any(until) else ())
+            if chain.is_on_disk(entry.position, now) and lost.get(entry.position) in STILL_ON_DISK
+        ]
+        for entry in beside:  # the disk has a good copy, so that it is not written again
+            entry.disk_expires_at = float(until[entry.position])
         self._demoter.note_computed(self._tiers.catalog.add_all(entries))
         self._lives.ask(beside)
-
-    def _is_kept_on_disk(self, chain: Chain, index: int, now: float) -> bool:
-        """Return whether the disk has a good copy of a block that was computed nevertheless."""
-        return chain.is_on_disk(index, now) and chain.row.lost.get(index) in STILL_ON_DISK
 
     def seal(self, chain: Chain, block_hash: BlockHash) -> None:
         """Publish the private block behind the chain, which generated tokens have filled.
