@@ -20,6 +20,18 @@ TABLE = PAGE.partition("<!-- fields -->")[2].partition("<!-- end of fields -->")
 ROWS = [row for row in TABLE.splitlines() if row.startswith("| ")][1:]
 
 
+def test_each_decision_is_in_the_place_that_the_map_of_the_code_names() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where it is decided")[2]
+    rows = [row for row in table.splitlines() if row.startswith("| ")][1:]
+    places = [place for row in rows for place in re.findall(r"`(\S+\.py)`((?:[^`]*`\w+`)+)", row)]
+    assert len(places) >= len(rows), "a row names no place"
+    for file, names in places:
+        source = (ROOT / file).read_text()
+        for name in re.findall(r"`(\w+)`", names):
+            found = re.search(rf"^(class|def) {name}\b|^{name}\b.* = ", source, re.MULTILINE)
+            assert found is not None, f"{file} has no {name}"
+
+
 def test_each_row_of_what_fields_do_names_a_test_that_is_there() -> None:
     for row in ROWS:
         match = re.search(r"\| `(tests/\S+\.py)::(test_\w+)(?:\[([^]]+)\])?` \|$", row)
