@@ -7,7 +7,7 @@ the table.
 
 Who owns a device block, by its state:
 
-    hashed, ready        shared: any request with this chain may hold it; never written again
+    hashed, ready        shared: any request whose chain has it may hold it; never written again
     hashed, not ready    shared: being filled by a promotion, or to be computed by the first request
                          that reaches it; the others that hold it wait
     not hashed           private to the one request whose partial block it is
