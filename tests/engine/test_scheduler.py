@@ -371,7 +371,6 @@ def test_what_one_request_computed_and_what_the_disk_gave_is_told_to_each_that_w
 ) -> None:
     best, at_6 = Planner.split, {"block": 6, "steady_block": 6}
     monkeypatch.setattr(Planner, "split", lambda *args: best(*args)._replace(**at_6))
-    monkeypatch.setattr(Planner, "may_load", lambda *_: True)
     rig = Rig(num_blocks=32, num_pages=32, restore="auto")
     loop = Loop(rig, max_num_batched_tokens=32)  # both requests are admitted in the first step
     put_on_disk(rig, 0, 40)

@@ -349,33 +349,6 @@ def test_any_numbers_give_a_split_within_the_request(
     assert math.isfinite(split.ready_s) and split.ready_s >= 0
 
 
-@given(
-    num_blocks=st.integers(1, 3000),
-    suffix=st.integers(1, 5000),
-    GBps=st.floats(0.001, 100),
-    busy_s=st.floats(0, 2),
-    least_tokens=st.integers(1, 4000),
-    edges=st.sets(st.integers(0, 3500), max_size=8),
-)
-def test_what_may_not_be_loaded_is_not_loaded(
-    num_blocks: int, suffix: int, GBps: float, busy_s: float, least_tokens: int, edges: set[int]
-) -> None:
-    at = sorted(edges)
-    ready = list(zip(at[::2], at[1::2], strict=False))
-    held = {index for each in ready for index in range(*each)}
-    load = LinkLoad(0, [each for each in range(num_blocks) if each not in held])
-    demand = Demand(0, num_blocks * SIZE + suffix, (load,), ready=ready)
-    asked = planner(LinkState(GBps * 1e9, BLOCK_BYTES), busy_s=busy_s, least_tokens=least_tokens)
-    if load.indices and not asked.may_load(demand):
-        assert asked.split(demand).block > load.indices[-1]
-
-
-@pytest.mark.parametrize(("GBps", "may_load"), [(0.1, False), (2.0, True)])
-def test_what_is_worth_loading_may_be_loaded(GBps: float, may_load: bool) -> None:
-    demand, asked = on_disk(512), planner(LinkState(GBps * 1e9, BLOCK_BYTES))
-    assert asked.may_load(demand) == may_load == (asked.split(demand).block < 512)
-
-
 @pytest.mark.parametrize("GBps", [0.001, 0.5, 2.7, 60.0])
 def test_the_outlook_of_a_request_is_the_plan_beside_computing_all_and_loading_all(
     GBps: float,

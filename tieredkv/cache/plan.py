@@ -186,22 +186,6 @@ class Planner:
         self.busy_s = best.compute_s + case.rest_s
         return best
 
-    def may_load(self, demand: Demand) -> bool:
-        """Whether `split` may load something of a new request, all of which its only link can load.
-
-        Only False is certain. It is found in less time than a split: while everything is computed,
-        the link brings so much and no more, so that all before it is computed in any case.
-        """
-        (load,), case = demand.loads, self._case(demand)
-        all_s = case.compute_s(demand.end)
-        num_loaded = int((self.busy_s + all_s) / self._move_s(load.link, 1))
-        num_loaded = min(num_loaded, len(load.indices))
-        if not num_loaded:
-            return False
-        split = max(case.begin, load.indices[-num_loaded] * self.block_size)
-        least_s = case.compute_s(split) + case.rest_s
-        return all_s - least_s > case.least_gain_s
-
     def least_gain_s(self, demand: Demand) -> float:
         """Return what loading from a link that varies has to save."""
         return self._case(demand).least_gain_s

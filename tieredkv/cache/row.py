@@ -180,11 +180,6 @@ class Row:
         return self._there
 
     @property
-    def lacking(self) -> Sequence[int]:
-        """All other blocks, ascending."""
-        return _where(np.frombuffer(bytes(self._states), np.uint8) > State.COMING)
-
-    @property
     def awaited(self) -> Sequence[int]:
         """Blocks that were not found, and that the request has not computed itself, ascending."""
         states = np.frombuffer(bytes(self._states), np.uint8)
