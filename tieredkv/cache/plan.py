@@ -139,11 +139,6 @@ class Split(NamedTuple):
     load_s: float
     done_s: float
 
-    @property
-    def ready_s(self) -> float:
-        """Seconds until all blocks are there, so that the tokens behind them can be computed."""
-        return max(self.compute_s, self.load_s)
-
 
 @dataclass(slots=True)
 class Planner:

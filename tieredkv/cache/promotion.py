@@ -99,7 +99,7 @@ class Promoter:
         self._disk_link, self._device_link = tiers.disk_link, tiers.device_link
         self.restores = Restores(tiers)
         self._to_copy: list[tuple[Block, Block]] = []
-        self._is_short = False  # the last read found no page
+        self._lacks_page = False  # the last read found no page
         self._read_probes, self._copy_probes = Probes(), Probes()
         self._spare: list[Block] = []  # blocks into which pages are copied to measure the link
         self.has_more = False
@@ -135,7 +135,7 @@ class Promoter:
         demands = self.restores.demands(requests)
         splits = self._divide(demands, busy_s)
         self.pump()
-        if self._is_short:
+        if self._lacks_page:
             splits = self._divide(demands, busy_s)
         return [
             Planned(restore is not None, split.done_s)
@@ -193,7 +193,7 @@ class Promoter:
         tiers = self._tiers
         up = self._device_link.up_state(self._tiers.num_promoting, now)
         disk = self._disk_link.read_state(now)
-        if self._is_short:
+        if self._lacks_page:
             disk = disk._replace(bytes_per_s=NO_ROOM_BYTES_PER_S)
         return Planner(
             [up, disk._replace(through=HOST)],
@@ -262,7 +262,7 @@ class Promoter:
             Whether a read has to wait for a page.
         """
         link, now, num_begun = self._disk_link, time.monotonic(), 0
-        self._is_short = self.has_more = False
+        self._lacks_page = self.has_more = False
         room = link.most_reads(now, away_s) - link.num_reading
         for restore in self.restores.order:
             if restore.copies_next:
@@ -270,7 +270,7 @@ class Promoter:
             while restore.reads_next:
                 if self._needs_no_read(restore):
                     continue
-                if num_begun >= room or self._is_short:
+                if num_begun >= room or self._lacks_page:
                     break
                 if num_begun == MAX_READS:
                     self.has_more = True
@@ -285,7 +285,7 @@ class Promoter:
             self._read_probes.note_use(link.read_rate)
         link.send()
         self._start_copies()
-        return self._is_short
+        return self._lacks_page
 
     def end_prefetch(self, chain: Chain) -> None:
         """Have what was prefetched for a request evicted like other blocks, and as the youngest."""
@@ -447,7 +447,7 @@ class Promoter:
             return False
         pages = host.allocate(1, tenant=chain.tenant)
         if pages is None:
-            self._is_short = is_admitted
+            self._lacks_page = is_admitted
             return False
         host.insert(pages[0], block_hash, chain.tenant)
         self._tiers.events.learn(chain, index, index + 1)

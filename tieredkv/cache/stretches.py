@@ -46,9 +46,6 @@ class Stretches(Sequence[Stretch]):
         return repr([*self])
 
 
-NO_STRETCHES = Stretches.of(())
-
-
 def stretches(indices: Sequence[int]) -> Stretches:
     """Return ascending indices as stretches."""
     return joined(loose(indices))
