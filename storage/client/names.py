@@ -8,9 +8,9 @@ The engine knows hashes only, and the store's worker names only: the client of t
 between them. It hands these names to whoever answers an operator, whose ids are made of names.
 """
 
+from array import array
 from collections.abc import Sequence
 
-import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
 from tieredkv.errors import StorageError
@@ -49,7 +49,7 @@ class Names:
         if self._cipher is None:
             return heads
         data = self._cipher.decryptor().update(heads)
-        return np.frombuffer(data, "<u8")[::2].tobytes()
+        return array("Q", data)[::2].tobytes()
 
 
 def _apply(context: CipherContext, digests: Sequence[bytes]) -> list[bytes]:

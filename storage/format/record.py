@@ -10,8 +10,6 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from tieredkv.errors import CorruptBlockError, StorageError
@@ -33,8 +31,8 @@ PACKED_HEADER_BYTES = 512  # header of a compressed payload, which starts in the
 # bytes, segment, extent, hits; codec, page form, retention, bytes of a hash; computed_at,
 # last_used, pinned_until; payload checksum; kind, number of parts; room.
 _RECORD = struct.Struct("<d32s32s32s32s7I4B3d16sBH21x")
-_SEAL_BYTES = 8
-_BLOCK_AT, _NAMESPACE_AT, _HASH_BYTES_AT = 16, 112, 175
+SEAL_BYTES = 8
+BLOCK_AT, _NAMESPACE_AT, _HASH_BYTES_AT = 16, 112, 175
 _TIMES = struct.Struct("<8xd160x3d")  # expires_at, computed_at, last_used, pinned_until
 _IDENTITY = struct.Struct("<32s32s32s32s4I3BdBH")
 _SCOPE = struct.Struct(">32sI")
@@ -163,7 +161,7 @@ def is_record_of(block_hash: bytes, data: bytes) -> bool:
     """Return whether bytes are as long as a record and repeat its key; the seal is not checked."""
     return (
         len(data) == RECORD_BYTES
-        and data.startswith(block_hash, _BLOCK_AT)
+        and data.startswith(block_hash, BLOCK_AT)
         and data[_HASH_BYTES_AT] == len(block_hash)
     )
 
@@ -174,7 +172,7 @@ def expiry_of(block_hash: bytes, data: bytes) -> float | None:
     Returns None for bytes that are no record of this block: their number, seal or hash is wrong, or
     one of its times is no time, which a forger can seal as well as we can.
     """
-    if not is_record_of(block_hash, data) or xxh3_64_digest(data[_SEAL_BYTES:]) != data[:8]:
+    if not is_record_of(block_hash, data) or xxh3_64_digest(data[SEAL_BYTES:]) != data[:8]:
         return None
     expires_at, computed_at, last_used, pinned_until = _TIMES.unpack_from(data)
     # NOTE: a sum is finite only if all its parts are.
@@ -208,7 +206,7 @@ def decode_record(
         expires_at, _, parent, root, namespace,
         position, part, page_bytes, payload_bytes, segment, number, hits,
         codec, form, retention, _, computed_at, last_used, pinned_until, checksum, kind, num_parts,
-    ) = _RECORD.unpack_from(data, _SEAL_BYTES)  # fmt: skip
+    ) = _RECORD.unpack_from(data, SEAL_BYTES)  # fmt: skip
     record = BlockRecord(  # by position, which takes a quarter of the time
         block_hash, parent[:size], root[:size], namespace, position, page_bytes,
         retentions.name_of(retention), computed_at, expires_at, last_used, pinned_until, hits,
@@ -220,23 +218,12 @@ def decode_record(
 def hash_in(data: bytes) -> bytes:
     """Read the hash of the block from a record; it is empty if these bytes are none."""
     size = data[_HASH_BYTES_AT] if len(data) == RECORD_BYTES else 0
-    return data[_BLOCK_AT : _BLOCK_AT + size] if size in HASH_SIZES else b""
+    return data[BLOCK_AT : BLOCK_AT + size] if size in HASH_SIZES else b""
 
 
 def namespace_in(data: bytes) -> bytes:
     """Read the namespace of the block from a record."""
     return data[_NAMESPACE_AT : _NAMESPACE_AT + NAMESPACE_BYTES]
-
-
-def heads_in(records: Sequence[bytes], num_bytes: int) -> tuple[bytes, NDArray[np.float64]]:
-    """Read the first bytes of the hashes of blocks, side by side, and when each block expires.
-
-    What is as long as no record is left out; nothing else is checked.
-    """
-    data = b"".join([each for each in records if len(each) == RECORD_BYTES])
-    rows = np.frombuffer(data, np.uint8).reshape(-1, RECORD_BYTES)
-    heads = rows[:, _BLOCK_AT : _BLOCK_AT + num_bytes].tobytes()
-    return heads, np.frombuffer(rows[:, _SEAL_BYTES:_BLOCK_AT].tobytes(), "<f8")
 
 
 def identity_of(record: BlockRecord, codec: int, payload_bytes: int) -> bytes:

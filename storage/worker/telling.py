@@ -8,13 +8,14 @@ changes, reads what is told and tells it, so that what is told last of a block i
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tieredkv.storage.format.record import heads_in
+from tieredkv.storage.format.record import BLOCK_AT, RECORD_BYTES, SEAL_BYTES
 from tieredkv.storage.index.transaction import Left, batches
 from tieredkv.storage.messages.engine import HIDDEN_HEAD_BYTES
 from tieredkv.storage.ownership import owned_by
@@ -121,7 +122,7 @@ class Telling:
             self._next_at = math.inf
             self.store.ask_for_rebuild()
             return None
-        heads, expires_at = heads_in([record for _, record in found], self._head_bytes)
+        heads, expires_at = _heads_in([record for _, record in found], self._head_bytes)
         seconds = np.ceil(np.nan_to_num(expires_at))
         is_kept = seconds > parts.clock.now()
         return Held(
@@ -131,3 +132,14 @@ class Telling:
             is_whole=not some,
             num_blocks=num_blocks,
         )
+
+
+def _heads_in(records: Sequence[bytes], num_bytes: int) -> tuple[bytes, NDArray[np.float64]]:
+    """Read the first bytes of the hashes of blocks, side by side, and when each block expires.
+
+    What is as long as no record is left out; nothing else is checked.
+    """
+    data = b"".join([each for each in records if len(each) == RECORD_BYTES])
+    rows = np.frombuffer(data, np.uint8).reshape(-1, RECORD_BYTES)
+    heads = rows[:, BLOCK_AT : BLOCK_AT + num_bytes].tobytes()
+    return heads, np.frombuffer(rows[:, SEAL_BYTES:BLOCK_AT].tobytes(), "<f8")

@@ -458,7 +458,7 @@ def count_below_zero(pool: BlockPool) -> None:
 
 
 def lose_readiness(pool: BlockPool) -> None:
-    next(pool.evictable()).content = Content.EMPTY
+    next(pool.evictable()).clear()
 
 
 def lose_a_hash(pool: BlockPool) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from tieredkv.cache.block import Block
 from tieredkv.cache.chain import Chain
+from tieredkv.cache.lookups import Lookups
 from tieredkv.cache.restores import Restores
 from tieredkv.cache.row import LOADABLE, State
 from tieredkv.cache.tiers import Tiers
@@ -27,10 +28,11 @@ class Hits:
     Args:
         tiers: the tiers.
         restores: take what slower tiers have.
+        lookups: what the disk has answered.
     """
 
-    def __init__(self, tiers: Tiers, restores: Restores) -> None:
-        self._tiers, self._restores = tiers, restores
+    def __init__(self, tiers: Tiers, restores: Restores, lookups: Lookups) -> None:
+        self._tiers, self._restores, self._lookups = tiers, restores, lookups
 
     def look(self, chain: Chain) -> list[BlockHash]:
         """Note which blocks of a queued request's chain the disk has; return those RAM lacks.
@@ -41,14 +43,21 @@ class Hits:
         if tiers.store is None or not tiers.can_load:
             return []
         end = None if chain.read_ends is None else max(chain.read_ends, default=0)
-        hashes, known = chain.hashes[:end], chain.disk_until
-        until = [0] * len(chain.hashes)
-        if missing := tiers.host.missing(tiers.device.missing(hashes)):
-            until[: len(hashes)] = tiers.presence.until(hashes).tolist()
-        if not tiers.presence.is_whole and known:  # what the disk has answered counts as well
-            until[: len(known)] = [*map(max, until, known)]
-        chain.disk_until = until
+        missing = tiers.host.missing(tiers.device.missing(chain.hashes[:end]))
+        chain.disk_until = self.until(chain) if missing else [0] * len(chain.hashes)
         return missing
+
+    def until(self, chain: Chain) -> list[int]:
+        """Return until when the disk has each block of a chain that may be a hit; 0 of others."""
+        tiers, end = self._tiers, None
+        if chain.read_ends is not None:
+            end = max(chain.read_ends, default=0)
+        until: list[int] = tiers.presence.until(chain.hashes[:end]).tolist()
+        until += [0] * (len(chain.hashes) - len(until))
+        if not tiers.presence.is_whole:  # what the disk has answered counts as well
+            for index, second in self._lookups.answers(chain).items():
+                until[index] = max(until[index], second)
+        return until
 
     def begin(self, chain: Chain) -> list[BlockHash]:
         """Do as `look` does for a chain that has just arrived, and note what RAM has of it."""

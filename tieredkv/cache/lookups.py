@@ -10,7 +10,7 @@ Called by the engine's thread only.
 
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from tieredkv.cache.chain import Chain
@@ -35,7 +35,12 @@ class Lookups:
         self._open: dict[int, Chain | None] = {}  # by job; None if the answer is overdue
         self._questions: dict[Chain, _Question] = {}
         self._asked: dict[Chain, set[BlockHash]] = {}  # so far
+        self._answers: dict[Chain, dict[int, int]] = {}  # by index: until when the disk has it
         self._num_overdue = 0
+
+    def answers(self, chain: Chain) -> Mapping[int, int]:
+        """Return until when the disk has blocks of a chain, by index, as it has answered."""
+        return self._answers.get(chain, {})
 
     def ask(self, chain: Chain, hashes: Collection[BlockHash]) -> None:
         """Ask for those of some blocks of a chain that were not asked for yet, if need be."""
@@ -74,11 +79,24 @@ class Lookups:
         times_of = self._tiers.disk_link.times_of
         for index, block_hash in enumerate(chain.hashes) if event.found else ():
             if (found := event.found.get(block_hash)) is not None:
-                chain.disk_until[index] = math.ceil(times_of(found).expires_at)
+                until = chain.disk_until[index] = math.ceil(times_of(found).expires_at)
+                self._answers.setdefault(chain, {})[index] = until
         return chain
+
+    def note_gone(self, hashes: Collection[bytes]) -> None:
+        """Note that blocks have left the disk, which answers may have told of."""
+        gone = {*hashes} if self._answers else ()
+        for chain, answers in self._answers.items():
+            for index in [each for each in answers if chain.hashes[each] in gone]:
+                del answers[index]
+
+    def forget_answers(self) -> None:
+        """Note that another worker serves the disk, which may have other blocks."""
+        self._answers.clear()
 
     def forget(self, chain: Chain) -> None:
         """Note that nobody waits for a chain's answer any more."""
         self._asked.pop(chain, None)
+        self._answers.pop(chain, None)
         if (question := self._questions.pop(chain, None)) is not None:
             self._open.pop(question.job, None)

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from tieredkv.cache.block import Block
+from tieredkv.cache.block import Block, Content
 from tieredkv.cache.eviction import EvictionOrder, Spare
 from tieredkv.cache.floors import Floors
 from tieredkv.errors import IntegrityError
@@ -419,6 +419,8 @@ class BlockPool:
                 raise IntegrityError(f"{block} has {counts}, in {places[block]} free lists")
             if is_free and (block in empty) == is_hashed:
                 raise IntegrityError(f"{block} is in the wrong part of the free list")
+            if block.is_ready != (block.content >= Content.EARLY):
+                raise IntegrityError(f"{block} says of its content what is not so")
             if block.is_copying and not block.ref_count:
                 raise IntegrityError(f"{block} is being loaded, but no request uses it")
             if is_free and is_hashed and not block.is_ready:

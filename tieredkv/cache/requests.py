@@ -111,7 +111,7 @@ class TieredCache:
         self._touches = Touches(tiers, self._demoter, self._lives)
         self._drainer = Drainer(tiers, self._demoter, self.poll)
         self._lookups = Lookups(tiers)
-        self._hits = Hits(tiers, self._restores)
+        self._hits = Hits(tiers, self._restores, self._lookups)
         self._expiry = Expiry(tiers)
         self._room = Room(tiers, self._promoter, self._demoter, self._hits.readable, self.poll)
         self.operations = Operations(tiers, self._promoter, self._demoter, self._departures)
@@ -145,7 +145,7 @@ class TieredCache:
         """Prefetch what the disk has of a queued request's chain and RAM lacks, or lacks now."""
         if not any(chain.disk_until):
             return
-        tiers, absent, now = self._tiers, set(missing), self._tiers.clock.now()
+        absent, now = set(missing), self._tiers.clock.now()
         found = [
             block_hash
             for index, block_hash in enumerate(chain.hashes)
@@ -154,10 +154,17 @@ class TieredCache:
             and chain.row[index] in (State.FOUND, State.COMPUTE)
         ]
         if found:
-            tiers.events.note_found(chain, {*found})
+            self._announce(chain)
             if self.num_free < len(chain.hashes):
                 self._touches.keep_on_disk(found)
             self._hits.prefetch(chain)
+
+    def _announce(self, chain: Chain) -> None:
+        """Announce which blocks of a chain the disk has, if its blocks are announced."""
+        if chain.token_ids is not None and any(chain.disk_until):
+            now = self._tiers.clock.now()
+            found = {each for i, each in enumerate(chain.hashes) if chain.is_on_disk(i, now)}
+            self._tiers.events.note_found(chain, found)
 
     def is_settled(self, chain: Chain) -> bool:
         """Return whether the disk has told what it has of a chain, or need not be waited for."""
@@ -204,6 +211,7 @@ class TieredCache:
         if self._room.lacks_still(chain, num_blocks, is_alone):
             return self._refusal(chain)
         missing = self._hits.look(chain)
+        self._announce(chain)
         self._ask(chain, missing)
         if not self._lookups.is_settled(chain):
             return self._refusal(chain)
@@ -305,14 +313,16 @@ class TieredCache:
             for claim, part in chain.by_claim(hashed)
             for index in part
         ]
-        until, lost = chain.disk_until, chain.row.lost
+        lost = chain.row.lost
+        until = self._hits.until(chain) if any(chain.disk_until) else []  # some may have gone
         beside = [
             entry
-            for entry in (entries if any(until) else ())
-            if chain.is_on_disk(entry.position, now) and lost.get(entry.position) in STILL_ON_DISK
+            for entry in (entries if until else ())
+            if until[entry.position] > now and lost.get(entry.position) in STILL_ON_DISK
         ]
         for entry in beside:  # the disk has a good copy, so that it is not written again
             entry.disk_expires_at = float(until[entry.position])
+        self._tiers.events.note_found(chain, {entry.block_hash for entry in beside})
         self._demoter.note_computed(self._tiers.catalog.add_all(entries))
         self._lives.ask(beside)
 
@@ -560,11 +570,13 @@ class TieredCache:
 
     def _on_gone(self, gone: Gone) -> None:
         self._tiers.presence.discard(gone.hashes)
+        self._lookups.note_gone(gone.hashes)
         self._tiers.events.note_gone(gone.hashes)
 
     def _forget_disk(self) -> None:
         """Count no block as being on disk, since another worker has started."""
         self._tiers.catalog.forget_disk()
+        self._lookups.forget_answers()
         self._tiers.events.forget_disk()
         for pool in self._tiers.pools.values():
             pool.forget_looks()
