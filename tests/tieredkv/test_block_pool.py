@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.golden import refused
-from tieredkv.cache.block import Block, Content
+from tieredkv.cache.block import Block
 from tieredkv.cache.pool import BlockPool
 from tieredkv.errors import IntegrityError
 from tieredkv.types import BlockHash
