@@ -314,11 +314,15 @@ class TieredCache:
             for index in part
         ]
         lost = chain.row.lost
-        until = self._hits.until(chain) if any(chain.disk_until) else []  # some may have gone
+        until = chain.disk_until
+        if any(until):  # some of it may have gone meanwhile
+            until = self._hits.until(chain)[: len(until)]
         beside = [
             entry
-            for entry in (entries if until else ())
-            if until[entry.position] > now and lost.get(entry.position) in STILL_ON_DISK
+            for entry in (entries if any(until) else ())
+            if entry.position < len(until)
+            and until[entry.position] > now
+            and lost.get(entry.position) in STILL_ON_DISK
         ]
         for entry in beside:  # the disk has a good copy, so that it is not written again
             entry.disk_expires_at = float(until[entry.position])
