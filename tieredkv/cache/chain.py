@@ -81,6 +81,16 @@ class Chain:
         """Return whether the disk has a block, as far as is known."""
         return index < len(self.disk_until) and self.disk_until[index] > now
 
+    def on_disk(self, now: float) -> set[BlockHash]:
+        """Return the blocks that the disk has, as far as is known."""
+        hashes, until = self.hashes, self.disk_until
+        return {hashes[index] for index, second in enumerate(until) if second > now}
+
+    @property
+    def last_end(self) -> int:
+        """Behind how many blocks a hit may end at most."""
+        return len(self.hashes) if self.read_ends is None else max(self.read_ends, default=0)
+
     def origins(self) -> list[Tier | None]:
         """Return where an admitted request got each full block from; None if it computed the block.
 

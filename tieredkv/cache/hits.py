@@ -42,19 +42,16 @@ class Hits:
         tiers = self._tiers
         if tiers.store is None or not tiers.can_load:
             return []
-        end = None if chain.read_ends is None else max(chain.read_ends, default=0)
-        missing = tiers.host.missing(tiers.device.missing(chain.hashes[:end]))
+        missing = tiers.host.missing(tiers.device.missing(chain.hashes[: chain.last_end]))
         chain.disk_until = self.until(chain) if missing else [0] * len(chain.hashes)
         return missing
 
     def until(self, chain: Chain) -> list[int]:
         """Return until when the disk has each block of a chain that may be a hit; 0 of others."""
-        tiers, end = self._tiers, None
-        if chain.read_ends is not None:
-            end = max(chain.read_ends, default=0)
-        until: list[int] = tiers.presence.until(chain.hashes[:end]).tolist()
+        presence = self._tiers.presence
+        until: list[int] = presence.until(chain.hashes[: chain.last_end]).tolist()
         until += [0] * (len(chain.hashes) - len(until))
-        if not tiers.presence.is_whole:  # what the disk has answered counts as well
+        if not presence.is_whole:  # what the disk has answered counts as well
             for index, second in self._lookups.answers(chain).items():
                 until[index] = max(until[index], second)
         return until
@@ -62,12 +59,10 @@ class Hits:
     def begin(self, chain: Chain) -> list[BlockHash]:
         """Do as `look` does for a chain that has just arrived, and note what RAM has of it."""
         missing, hashes = self.look(chain), chain.hashes
-        states = bytearray([State.COMPUTE]) * len(hashes)
+        states = bytearray([_COMPUTE]) * len(hashes)
         if self._tiers.store is not None and self._tiers.can_load:
-            end = len(hashes) if chain.read_ends is None else max(chain.read_ends, default=0)
-            absent, found, lacking = set(missing), int(State.FOUND), int(State.COMPUTE)
-            of = [lacking if block_hash in absent else found for block_hash in hashes[:end]]
-            states[: len(of)] = of
+            absent, may_be = set(missing), hashes[: chain.last_end]
+            states[: len(may_be)] = [_COMPUTE if each in absent else _FOUND for each in may_be]
         chain.row.begin_as(states)
         return missing
 
@@ -82,8 +77,7 @@ class Hits:
         tiers, hashes = self._tiers, chain.hashes
         missing = tiers.device.missing(hashes)
         if tiers.can_load:
-            now = tiers.clock.now()
-            on_disk = {it for i, it in enumerate(hashes) if chain.is_on_disk(i, now)}
+            on_disk = chain.on_disk(tiers.clock.now())
             missing = [each for each in tiers.host.missing(missing) if each not in on_disk]
         num_found = chain.num_present = hashes.index(missing[0]) if missing else len(hashes)
         # What is missing behind the first block that is missing changes no end of a hit.

@@ -137,8 +137,7 @@ class TieredCache:
     def _ask(self, chain: Chain, missing: Collection[BlockHash]) -> None:
         """Ask the disk for what is in no tier, unless the disk has told all that it has."""
         if missing and not self._tiers.presence.is_whole:
-            now, hashes = self._tiers.clock.now(), chain.hashes
-            on_disk = {it for i, it in enumerate(hashes) if chain.is_on_disk(i, now)}
+            on_disk = chain.on_disk(self._tiers.clock.now())
             self._lookups.ask(chain, [each for each in missing if each not in on_disk])
 
     def _use(self, chain: Chain, missing: Collection[BlockHash]) -> None:
@@ -162,9 +161,7 @@ class TieredCache:
     def _announce(self, chain: Chain) -> None:
         """Announce which blocks of a chain the disk has, if its blocks are announced."""
         if chain.token_ids is not None and any(chain.disk_until):
-            now = self._tiers.clock.now()
-            found = {each for i, each in enumerate(chain.hashes) if chain.is_on_disk(i, now)}
-            self._tiers.events.note_found(chain, found)
+            self._tiers.events.note_found(chain, chain.on_disk(self._tiers.clock.now()))
 
     def is_settled(self, chain: Chain) -> bool:
         """Return whether the disk has told what it has of a chain, or need not be waited for."""
@@ -314,18 +311,16 @@ class TieredCache:
             for index in part
         ]
         lost = chain.row.lost
-        until = chain.disk_until
-        if any(until):  # some of it may have gone meanwhile
-            until = self._hits.until(chain)[: len(until)]
         beside = [
             entry
-            for entry in (entries if any(until) else ())
-            if entry.position < len(until)
-            and until[entry.position] > now
-            and lost.get(entry.position) in STILL_ON_DISK
+            for entry in (entries if any(chain.disk_until) else ())
+            if chain.is_on_disk(entry.position, now) and lost.get(entry.position) in STILL_ON_DISK
         ]
-        for entry in beside:  # the disk has a good copy, so that it is not written again
-            entry.disk_expires_at = float(until[entry.position])
+        if beside:  # some of these copies may have gone meanwhile
+            until = self._hits.until(chain)
+            beside = [entry for entry in beside if until[entry.position] > now]
+            for entry in beside:  # the disk has a good copy, so that it is not written again
+                entry.disk_expires_at = float(until[entry.position])
         self._tiers.events.note_found(chain, {entry.block_hash for entry in beside})
         self._demoter.note_computed(self._tiers.catalog.add_all(entries))
         self._lives.ask(beside)
