@@ -94,8 +94,6 @@ class Verbs:
         answer = yield from self._answer(call)
         if isinstance(call, EvictFilter):
             self.on_evict(call)
-            if call == EVERYTHING:
-                yield from self._operations.note_empty_disk()
         return answer
 
     def _answer(self, call: Call) -> Answer:

@@ -189,13 +189,17 @@ def in_seconds(expires_at: Iterable[float]) -> bytes:
     return struct.pack(f"<{len(seconds)}I", *seconds)
 
 
+OPERATOR = "operator"
+"""Why a block has gone that an operator has deleted."""
+
+
 class Gone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
     """Blocks that have left the tier; see `Held`.
 
     Attributes:
         hashes: of the blocks.
-        reason: `capacity` (they made room for others), `expired`, `damaged`, or why a deletion was
-            asked for.
+        reason: `capacity` (they made room for others), `expired`, `damaged`, `OPERATOR`, or why the
+            engine had them deleted.
         num_bytes: what the blocks took in the tier, as far as is known.
     """
 

@@ -84,6 +84,7 @@ class Operators:
         give_way: waits until no lookup is made, but not for ever.
         after_writes: hands a call to the index thread, to be made once every store received so far
             is acknowledged and before any later one is begun.
+        after_telling: has a call made once the engine was told what has gone by now.
         doomed: told of namespaces that are deleted.
         ask_engine: sends a question to the engine; None if there is no engine.
     """
@@ -93,6 +94,7 @@ class Operators:
     hand: Hand = _do_at_once
     give_way: Callable[[], None] = lambda: None
     after_writes: Hand = _do_at_once
+    after_telling: Hand = _do_at_once
     doomed: Doomed = field(default_factory=Doomed)
     ask_engine: Callable[[ControlRequest], None] | None = None
 
@@ -280,7 +282,8 @@ class Operators:
             if not asked.dry_run:
                 self._settle(caller)
             deleted = self._finish(deleting(self.store, asked), caller)
-            self._at_once(_nothing, caller)  # stores that were received by now come before it
+            # Stores that were received by now come before it.
+            self._at_once(_nothing, caller, self.after_telling)
         return deleted
 
     def _rotate(self, asked: messages.Rotate) -> messages.Rotated:

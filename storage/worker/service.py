@@ -152,6 +152,7 @@ class StoreService:
             hand=self._changes.hand,
             give_way=self._front.give_way,
             after_writes=lambda call: self._changes.hand(partial(self._writes.add_barrier, call)),
+            after_telling=lambda call: self._changes.hand(partial(self._after_telling, call)),
             doomed=self._doomed,
             ask_engine=None if arena is None else self._ask_engine,
         )
@@ -332,6 +333,11 @@ class StoreService:
             self._flush_touches()
         self._step_sweep()
         self._telling.step()
+
+    def _after_telling(self, call: Callable[[], None]) -> None:
+        """Have a call made once the engine was told what has changed by now."""
+        self._telling.tell_changes()
+        self._front.hand(call)
 
     @property
     def _has_changes(self) -> bool:

@@ -20,6 +20,7 @@ from tieredkv.storage.index.environment import Index
 from tieredkv.storage.index.transaction import IndexTxn, batches
 from tieredkv.storage.messages.operator import Checked, Delete, Deleted, Verify
 from tieredkv.storage.store import Store
+from tieredkv.tier import OPERATOR
 
 _EXTENTS_A_STEP = 64
 _PAUSES = 10  # each pause of `count_others` lasts this many times the step before it
@@ -144,7 +145,7 @@ def deleting(store: Store, asked: Delete) -> Pieces[Deleted]:
             num_blocks += len(counted)
             if doomed and not asked.dry_run:
                 key_ids |= key_use.ids_of(doomed)
-                store.drop([it.record.block_hash for it in doomed], "operator")
+                store.drop([it.record.block_hash for it in doomed], OPERATOR)
             yield
     except DisorderError:
         store.ask_for_rebuild()

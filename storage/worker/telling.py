@@ -73,10 +73,15 @@ class Telling:
             self.tell(Held.of(held, self._head_bytes))
 
     @owned_by("loop")
-    def step(self) -> None:
-        """Tell what has changed since the last call, then the next blocks of all if it is time."""
+    def tell_changes(self) -> None:
+        """Tell what has changed since the last call."""
         self.tell_held()
         self._tell_gone()
+
+    @owned_by("loop")
+    def step(self) -> None:
+        """Tell what has changed since the last call, then the next blocks of all if it is time."""
+        self.tell_changes()
         if self.is_on and self.store.num_rebuilds > self._num_rebuilds:
             self._num_rebuilds, self._last = self.store.num_rebuilds, b""
             self._next_at = time.monotonic()

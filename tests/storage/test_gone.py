@@ -1,13 +1,16 @@
 """The store tells which blocks have left it, for whatever reason, and of no others."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.fakes import FakeClock
-from tests.storage.blocks import evict, make_record, open_store, put, sweep
+from tests.storage.blocks import Hearer, evict, make_record, open_store, put, sweep
 from tests.storage.conftest import PAGE_BYTES, Harness, Mailbox, lent_pages, make_chain
 from tests.waiting import wait_until
 from tieredkv.errors import CorruptBlockError
 from tieredkv.operate.calls import EvictFilter
+from tieredkv.storage.messages.operator import Delete
+from tieredkv.storage.worker.operators import Operators
 from tieredkv.tier import Gone, Stored
 
 
@@ -55,6 +58,21 @@ def test_a_store_notes_nothing_unless_it_is_asked_to(tmp_path: Path) -> None:
         evict(store, EvictFilter(all=True))
         assert store.room.changes is None
         assert store.take_gone() == []
+
+
+def test_a_deletion_is_answered_when_the_engine_was_told_of_it(tmp_path: Path) -> None:
+    record, told = make_record("block"), list[bytes]()
+    with open_store(tmp_path / "store", tells_blocks=True) as store:
+
+        def after_telling(call: Callable[[], None]) -> None:
+            told.extend(left.block_hash for left in store.take_gone())
+            call()
+
+        put(store, record)
+        operators = Operators(store, store.stats, after_telling=after_telling)
+        for _ in operators.answer(Delete(), Hearer()):
+            assert told == [record.block_hash]
+        assert told
 
 
 def test_a_worker_tells_of_what_it_evicts_after_it_told_that_it_was_stored(

@@ -4,19 +4,22 @@ import gc
 
 from tieredkv.cache.departed import NUM_DEPARTED, Departed
 from tieredkv.garbage import THRESHOLDS
-from tieredkv.pieces import whole
 from tieredkv.types import BlockHash
 
 HASHES = [BlockHash(b"%032d" % number) for number in range(NUM_DEPARTED + 1)]
 
 
-def test_a_block_on_disk_expires_there_unless_an_operator_has_emptied_the_disk() -> None:
+def test_a_block_on_disk_expires_there_unless_an_operator_has_deleted_it() -> None:
     departed, block_hash = Departed(), HASHES[0]
     assert departed.why(block_hash, 0) == "never_seen"
     departed.note(block_hash, "evicted_disk", until=10)
     assert [departed.why(block_hash, now) for now in (9, 10)] == ["evicted_disk", "expired"]
-    whole(departed.noting_empty_disk())
+    departed.note_deleted(HASHES[:2])
     assert departed.why(block_hash, 99) == "admin"
+    assert departed.why(HASHES[1], 99) == "never_seen"
+    departed.note(block_hash, "evicted_host")
+    departed.note_deleted([block_hash])
+    assert departed.why(block_hash, 99) == "evicted_host"
 
 
 def test_the_blocks_that_left_last_are_remembered_with_their_last_reason() -> None:

@@ -8,6 +8,7 @@ from tests.waiting import deadline
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.disk_link import MAX_READ_S
 from tieredkv.cache.link_rate import LinkRate
+from tieredkv.tier import OPERATOR
 from tieredkv.types import Tier
 
 pytestmark = pytest.mark.usefixtures("each_tier")
@@ -230,6 +231,23 @@ def test_a_failed_load_is_told_by_its_reason(failure: str, told: str) -> None:
     assert rig.compute(prefix) == 2
     assert [rig.cache.why_missed(prefix, index) for index in range(2)] == [told] * 2
     assert rig.tiers.counters.load_failures == {failure: 2}
+    rig.finish(prefix)
+    rig.check_nothing_is_held()
+
+
+@pytest.mark.parametrize(("reason", "told"), [(OPERATOR, "admin"), ("capacity", "evicted_disk")])
+def test_a_load_that_comes_after_a_deletion_is_told_by_who_deleted(reason: str, told: str) -> None:
+    rig = Rig()
+    rig.store.tells_gone = True
+    for each in chain_of("a", 2):
+        rig.tiers.catalog.departed.note(each, "evicted_disk", DAY_S)
+    prefix = admitted_from_disk(rig, "a", 2)
+    rig.store.lose(prefix.hashes, reason)
+    while rig.store.jobs:
+        rig.store.complete(0, reason="missing")
+    rig.turn()
+    assert rig.compute(prefix) == 2
+    assert [rig.cache.why_missed(prefix, index) for index in range(2)] == [told] * 2
     rig.finish(prefix)
     rig.check_nothing_is_held()
 

@@ -4,10 +4,10 @@ Called by the engine's thread only.
 """
 
 from collections import deque
+from collections.abc import Iterable
 
 import msgspec
 
-from tieredkv.pieces import SCANNED_BLOCKS, Pieces, cut
 from tieredkv.types import BlockHash
 
 NUM_DEPARTED = 65_536
@@ -23,7 +23,7 @@ class _Departure(msgspec.Struct, frozen=True, gc=False):
     until: float = 0.0
 
 
-_EMPTIED = _Departure("admin")
+_DELETED = _Departure("admin")
 
 
 class Departed:
@@ -58,11 +58,10 @@ class Departed:
                 return "expired" if has_expired else noted.reason
         return "never_seen"
 
-    def noting_empty_disk(self) -> Pieces[None]:
-        """Note, in pieces, that an operator has emptied the disk."""
-        for generation in [*self._generations]:
-            for some in cut([*generation], SCANNED_BLOCKS):
-                for block_hash in some:
-                    if generation[block_hash].reason == "evicted_disk":
-                        generation[block_hash] = _EMPTIED
-                yield
+    def note_deleted(self, hashes: Iterable[BlockHash]) -> None:
+        """Note which of the blocks that the disk had were deleted there by an operator."""
+        for block_hash in hashes:
+            for generation in self._generations:
+                noted = generation.get(block_hash)
+                if noted is not None and noted.reason == "evicted_disk":
+                    generation[block_hash] = _DELETED

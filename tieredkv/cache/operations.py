@@ -144,10 +144,6 @@ class Operations:
         assert self._tiers.store is not None
         self._tiers.store.reply(asked.id, body, has_more)
 
-    def note_empty_disk(self) -> Pieces[None]:
-        """Note that an operator has emptied the disk, for the reasons of later misses."""
-        return self._tiers.catalog.departed.noting_empty_disk()
-
     def list_blocks(self) -> Generator[dict[str, Any], None, None]:
         """Make the parts of a list of all blocks by their names; see `operate.ram`."""
         return list_blocks(self._tiers, self._names)

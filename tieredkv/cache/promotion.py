@@ -319,8 +319,8 @@ class Promoter:
         if life is not None or reason == "missing":
             if (life.expires_at if life else read.until) <= tiers.clock.now():
                 reason = "expired"
-            elif page.block_hash is None:
-                reason = "evicted"  # by an operator, during the read
+            elif page.block_hash is None or (life is None and self._is_deleted(block_hash)):
+                reason = "evicted"  # by an operator, during the read or since it was planned
         index = read.lent.position
         assert index is not None, "a chain is known"
         if life is not None and not reason:
@@ -350,6 +350,10 @@ class Promoter:
             if page.block_hash is not None:
                 tiers.host.drop(block_hash)
         tiers.host.release([page])
+
+    def _is_deleted(self, block_hash: BlockHash) -> bool:
+        departed, now = self._tiers.catalog.departed, self._tiers.clock.now()
+        return departed.why(block_hash, now) == "admin"
 
     def _lose(self, block_hash: BlockHash, index: int, why: str) -> None:
         """Have all who want a block compute it, and note why, though a slower tier had it."""

@@ -41,7 +41,7 @@ from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers
 from tieredkv.cache.touches import Touches
 from tieredkv.errors import IntegrityError
-from tieredkv.tier import ControlRequest, Gone, Held, LookupDone, Restarted
+from tieredkv.tier import OPERATOR, ControlRequest, Gone, Held, LookupDone, Restarted
 from tieredkv.types import BlockHash, Progress, Tier, ignore_progress
 
 __all__ = ["Admission", "Drained", "RequestProgress", "TieredCache"]
@@ -571,6 +571,8 @@ class TieredCache:
         self._tiers.presence.discard(gone.hashes)
         self._lookups.note_gone(gone.hashes)
         self._tiers.events.note_gone(gone.hashes)
+        if gone.reason == OPERATOR:
+            self._tiers.catalog.departed.note_deleted(map(BlockHash, gone.hashes))
 
     def _forget_disk(self) -> None:
         """Count no block as being on disk, since another worker has started."""
