@@ -52,7 +52,7 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, 
         claims: where several cover a block, the longest retention and pin count.
         cacheable_tokens: blocks that end behind so many tokens are neither looked up nor kept;
             None for all of the prompt and the answer.
-        read_ends: lengths of prefixes in tokens at which a hit may end, 0 with them where none is
+        read_ends: lengths of chains in tokens at which a hit may end, 0 with them where none is
             kept back; None for any.
         prompt_logprobs: alternatives reported with each prompt token, all of which are then
             computed; None for no log-probabilities of the prompt.

@@ -76,7 +76,7 @@ class LLM:
             prompts: a text, a list of token ids, or a list of either.
             sampling_params: how to answer each of the prompts. By default an answer has 16 tokens,
                 chosen as the model's generation_config.json recommends.
-            retention: how long the prefixes of the prompts may be kept; None for the default of
+            retention: how long the chains of the prompts may be kept; None for the default of
                 this LLM.
             cache_salt: only requests with the same salt share cached blocks.
 

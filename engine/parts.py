@@ -198,8 +198,8 @@ def make_tiers(
     """Make the tiers of this link and this store."""
     num_batched_tokens = settings.resolve_max_num_batched_tokens(device_type)
     tiers = Tiers(
-        device=BlockPool(num_blocks),
-        host=BlockPool(num_pages),
+        device=BlockPool(num_blocks, settings.eviction_order),
+        host=BlockPool(num_pages, settings.eviction_order),
         catalog=Catalog(settings.retention_policies()),
         store=store,
         device_link=link,

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,7 +25,7 @@ from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.cache.chain import BlockClaim, Chain
 from tieredkv.cache.disk_link import EARLY_SHARE
 from tieredkv.cache.operations import ChooseBlock
-from tieredkv.cache.pool import BlockPool
+from tieredkv.cache.pool import BlockPool, Taken
 from tieredkv.cache.requests import RequestProgress, TieredCache
 from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers
@@ -50,7 +50,6 @@ from tieredkv.types import BlockHash, BlockRecord, Tier
 
 BLOCK_BYTES = 64
 POISON = 0xEE
-OnEvict = Callable[[Block, BlockHash], object]
 DAY_S = 86_400.0
 
 
@@ -299,6 +298,7 @@ class Rig:
         load_timeout_s: float = 30.0,
         most_owed: int = 1_000_000,
         is_write_behind: bool = False,
+        eviction_order: str = "lru",
         block_size: int = 1,
         restore: Restore = "load",
     ) -> None:
@@ -308,8 +308,8 @@ class Rig:
         self.store = type(self).make_store(self.arena_bytes, self.clock)
         self.transfer = FakeDeviceLink(self.device_bytes, self.arena_bytes)
         self.tiers = Tiers(
-            device=BlockPool(num_blocks),
-            host=BlockPool(num_pages),
+            device=BlockPool(num_blocks, eviction_order),
+            host=BlockPool(num_pages, eviction_order),
             catalog=Catalog(RetentionPolicies(policies)),
             store=self.store if has_store else None,
             device_link=self.transfer,
@@ -326,7 +326,7 @@ class Rig:
         enough_s = (most_owed + 0.5) * BLOCK_BYTES / self.tiers.disk_link.write_rate.steady
         self.tiers.drain_timeout_s = enough_s / EARLY_SHARE
         for pool, memory in self.memories:
-            pool.on_evict = self._poisoned(memory, pool.on_evict)
+            _poison_evicted(pool, memory)
         self.cache = TieredCache(self.tiers)
         self.transfer.may_fill = self._is_unwritten
         self.admitted: list[Chain] = []
@@ -578,12 +578,18 @@ class Rig:
         written = (block for block in held if block.is_ready or block.content is Content.COMPUTING)
         return not any(block.block_id == block_id for block in written)
 
-    def _poisoned(self, memory: torch.Tensor, then: OnEvict) -> OnEvict:
-        def on_evict(block: Block, block_hash: BlockHash) -> None:
-            memory[block.block_id] = POISON
-            then(block, block_hash)
 
-        return on_evict
+def _poison_evicted(pool: BlockPool, memory: torch.Tensor) -> None:
+    """Have what a pool evicts for an allocation overwritten."""
+    allocate = pool.allocate
+
+    def poisoned(*args: Any, **options: Any) -> Taken:
+        taken = allocate(*args, **options)
+        for _, block in taken.evicted:
+            memory[block.block_id] = POISON
+        return taken
+
+    vars(pool)["allocate"] = poisoned
 
 
 def _positions(pool: BlockPool, name: str, length: int) -> list[int]:

@@ -23,9 +23,8 @@ from tests.splits import choose_any_splits
 from tests.waiting import HANG_S, wait_until
 from tieredkv import LLM, SamplingParams
 from tieredkv.cache import link_rate, lookups, promotion, room
-from tieredkv.cache.block import Block
 from tieredkv.cache.link_rate import LinkRate
-from tieredkv.cache.pool import BlockPool
+from tieredkv.cache.pool import BlockPool, Taken
 from tieredkv.engine import parts
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import TokenOutput
@@ -208,8 +207,9 @@ class UnluckyEngine:
             self._device_blocks = make_kv_pool(*args)
             return self._device_blocks
 
-        def poisoned(pool: BlockPool, *args: Any, **options: Any) -> list[Block] | None:
-            blocks = allocate(pool, *args, **options)
+        def poisoned(pool: BlockPool, *args: Any, **options: Any) -> Taken:
+            taken = allocate(pool, *args, **options)
+            blocks = taken.blocks
             if (
                 blocks
                 and self._llm is not None
@@ -220,7 +220,7 @@ class UnluckyEngine:
                     self._device_blocks.view(torch.uint8)[ids] = POISON
                 else:
                     self._disk.fill(ids)
-            return blocks
+            return taken
 
         self._patch.setattr(parts, "make_kv_pool", kept)
         self._patch.setattr(BlockPool, "allocate", poisoned)

@@ -41,6 +41,7 @@ Device = Literal["auto", "cuda", "cpu"]
 IsolateBy = Literal["none", "api_key", "salt", "prompt_cache_key"]
 Fingerprint = Literal["full", "sample"]
 GenerationConfig = Literal["auto", "none"]
+EvictionOrder = Literal["lru", "fifo", "clock", "lfu", "sieve", "s3fifo"]
 DiskWrite = Literal["on_evict", "write_behind"]
 DiskSync = Literal["commit", "none"]
 DiskCompression = Literal["off", "on", "auto"]
@@ -138,6 +139,11 @@ class Settings:
         0.9, "Share of GPU memory for weights, activations and blocks together."
     )
     host_size: Bytes = _cache(1 << 30, "Pinned host memory for blocks.")
+    eviction_order: EvictionOrder = _cache(
+        "lru",
+        "Which unused block VRAM and host memory evict first. `lru` is the one that was unused for "
+        "longest; the others are for experiments. The disk always goes by last use.",
+    )
     disk_dir: FilePath | None = _cache(
         None, "Folder of the disk tier, such as /nvme/kv. Without it there is no disk tier."
     )

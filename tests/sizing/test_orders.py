@@ -7,22 +7,11 @@ import pytest
 
 from tests.golden import refused
 from tests.sizing.traces import line, random_lines, write
+from tieredkv.cache.orders import ORDERS
+from tieredkv.cache.pool import BlockPool
 from tieredkv.cli.main import main
 from tieredkv.errors import ConfigError
-from tieredkv.sizing.orders import (
-    BEST,
-    ORDERS,
-    Clock,
-    Fifo,
-    Lfu,
-    Lru,
-    Order,
-    S3Fifo,
-    Sieve,
-    clairvoyant_tokens,
-    compare,
-    found_tokens,
-)
+from tieredkv.sizing.orders import BEST, clairvoyant_tokens, compare, found_tokens
 from tieredkv.sizing.replay import Sizes, replay
 from tieredkv.traces import Trace, read_trace
 from tieredkv.types import ignore_progress
@@ -39,7 +28,7 @@ def trace(request: pytest.FixtureRequest, tmp_path: Path) -> Trace:
 def test_lru_finds_what_the_pool_of_a_server_finds(trace: Trace, num_blocks: int) -> None:
     sizes = Sizes(device=512 * num_blocks, token_bytes=1)
     found = replay(trace, sizes, ignore_progress)["cached_tokens"]
-    assert found_tokens(trace, Lru(num_blocks)) == found
+    assert found_tokens(trace, BlockPool(num_blocks)) == found
 
 
 def test_no_order_finds_more_than_the_best_and_with_room_for_all_each_finds_as_much(
@@ -56,36 +45,6 @@ def test_the_best_keeps_what_comes_again_soonest(tmp_path: Path) -> None:
     trace = read_trace(write(tmp_path / "trace.jsonl", lines), ignore_progress)
     assert clairvoyant_tokens(trace, 1) == 512
     assert clairvoyant_tokens(trace, 2) == 1024
-
-
-def kept(order: Order, uses: list[int]) -> list[int]:
-    """Return what a cache has in the end of requests of one block."""
-    for now, block in enumerate(uses):
-        if block in order:
-            order.use(block, now)
-        else:
-            order.add(block, 0, now)
-    return [block for block in sorted(set(uses)) if block in order]
-
-
-@pytest.mark.parametrize(
-    ("order", "uses", "left"),
-    [
-        (Lru(3), [1, 2, 3, 1, 4], [1, 3, 4]),
-        (Fifo(3), [1, 2, 3, 1, 4], [2, 3, 4]),
-        (Clock(3), [1, 2, 3, 1, 4], [1, 3, 4]),
-        (Clock(3), [1, 2, 3, 1, 4, 5], [1, 4, 5]),
-        (Clock(3), [1, 2, 3, 1, 4, 5, 6], [4, 5, 6]),  # its second chance is over
-        (Sieve(3), [1, 2, 3, 1, 4], [1, 3, 4]),
-        (Sieve(3), [1, 2, 3, 1, 4, 5, 6, 7], [1, 6, 7]),  # the hand has passed 1 for good
-        (Lfu(3), [1, 1, 1, 2, 2, 2, 3, 4, 5], [1, 2, 5]),
-        (Lfu(2), [1, 1, 1, 2, 3, 4, 5, 6], [5, 6]),  # old uses lose their weight
-        (S3Fifo(10), [*range(10), 0, 0, *range(10, 20)], [0, *range(11, 20)]),
-        (S3Fifo(10), [*range(11), 0, *range(11, 20)], [0, *range(11, 20)]),  # it came back soon
-    ],
-)
-def test_each_order_keeps_what_it_says(order: Order, uses: list[int], left: list[int]) -> None:
-    assert kept(order, uses) == left
 
 
 def test_a_cache_without_room_for_the_longest_request_is_refused(trace: Trace) -> None:

@@ -43,8 +43,8 @@ class Crowd:
         self.others = others = [b"tenant %d" % number for number in range(num_tenants - 1)]
         floor = NUM_BLOCKS // 2 // len(others)
         for tenant in others:
-            self.pool.release(self.fill(self.pool.allocate(floor) or [], tenant))
-        self.pool.release(self.fill(self.pool.allocate(self.pool.num_empty) or [], ASKING))
+            self.pool.release(self.fill(self.pool.allocate(floor).blocks or [], tenant))
+        self.pool.release(self.fill(self.pool.allocate(self.pool.num_empty).blocks or [], ASKING))
         self.pool.floors = dict.fromkeys(others, floor) | {ASKING: floor}
 
     def fill(self, blocks: list[Block], tenant: bytes) -> list[Block]:
@@ -57,25 +57,25 @@ class Crowd:
 
     def take(self, count: int, tenant: bytes = ASKING) -> None:
         """Allocate blocks, fill them and release them, as a request does."""
-        blocks = self.pool.allocate(count, tenant=tenant)
+        blocks = self.pool.allocate(count, tenant=tenant).blocks
         assert blocks is not None
         self.pool.release(self.fill(blocks, tenant))
 
     def hold_own(self) -> None:
         """Have running requests use all blocks that no floor keeps."""
-        blocks = self.pool.allocate(self.pool.num_free_for(ASKING), tenant=ASKING)
+        blocks = self.pool.allocate(self.pool.num_free_for(ASKING), tenant=ASKING).blocks
         assert blocks is not None
         self.fill(blocks, ASKING)
 
     def take_kept(self) -> None:
         """Allocate a block within the floors of others, and fill it."""
-        blocks = self.pool.allocate(1, tenant=ASKING, takes_kept=True)
+        blocks = self.pool.allocate(1, tenant=ASKING, takes_kept=True).blocks
         assert blocks is not None
         self.fill(blocks, ASKING)
 
     def be_refused(self) -> None:
         """Ask for a block while only those within the floors of others are left."""
-        assert self.pool.allocate(1, tenant=ASKING) is None
+        assert self.pool.allocate(1, tenant=ASKING).blocks is None
 
 
 def one_block(crowd: Crowd) -> Iterator[Callable[[], None]]:

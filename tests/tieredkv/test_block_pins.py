@@ -6,7 +6,7 @@ from tieredkv.types import BlockHash
 
 def filled_pool(length: int) -> BlockPool:
     pool = BlockPool(length)
-    for number, block in enumerate(pool.allocate(length) or []):
+    for number, block in enumerate(pool.allocate(length).blocks or []):
         pool.insert(block, BlockHash(b"%d" % number))
         block.fill()
         pool.release([block])
@@ -18,11 +18,11 @@ def test_a_pinned_block_keeps_its_place_and_is_passed_over() -> None:
     oldest = next(pool.evictable())
     pool.pin(oldest)
     pool.check()
-    assert [block.block_id for block in pool.allocate(2) or []] == [1, 2]
-    assert pool.allocate(1) is None
+    assert [block.block_id for block in pool.allocate(2).blocks or []] == [1, 2]
+    assert pool.allocate(1).blocks is None
     pool.unpin(oldest)
     pool.check()
-    assert pool.allocate(1) == [oldest]
+    assert pool.allocate(1).blocks == [oldest]
 
 
 def test_a_pinned_block_that_lost_its_hash_is_empty_only_after_the_last_unpin() -> None:

@@ -27,10 +27,16 @@ def ids(blocks: Iterable[Block] | None) -> list[int]:
     return [block.block_id for block in blocks]
 
 
-def take(pool: BlockPool, count: int) -> list[Block]:
-    blocks = pool.allocate(count)
-    assert blocks is not None
-    return blocks
+Evicted = list[tuple[int, BlockHash]]
+
+
+def take(pool: BlockPool, count: int, evicted: Evicted | None = None) -> list[Block]:
+    """Allocate blocks; note in `evicted` what they held."""
+    taken = pool.allocate(count)
+    assert taken.blocks is not None
+    if evicted is not None:
+        evicted += [(block.block_id, lost) for lost, block in taken.evicted]
+    return taken.blocks
 
 
 def fill(pool: BlockPool, *names: str) -> list[Block]:
@@ -49,7 +55,17 @@ def keep(pool: BlockPool, *names: str) -> list[Block]:
     return chain
 
 
-Evicted = list[tuple[int, BlockHash]]
+def put_dirty(pool: BlockPool, *names: str) -> None:
+    """Say of these blocks, and of no others, that an eviction would lose them."""
+    owed = set(map(name, names))
+    for block in [*pool.evictable()]:
+        pool.put_clean(block, block.block_hash is None or block.block_hash not in owed)
+
+
+def dirty(pool: BlockPool, num_ahead: int, at_most: int = 99) -> list[Block]:
+    """Return the blocks to be copied so that `num_ahead` blocks are clean."""
+    pool.look_ahead(num_ahead, num_ahead)
+    return pool.dirty(num_ahead, at_most)
 
 
 @pytest.fixture
@@ -58,9 +74,8 @@ def evicted() -> Evicted:
 
 
 @pytest.fixture
-def pool(evicted: Evicted) -> Iterator[BlockPool]:
+def pool() -> Iterator[BlockPool]:
     pool = BlockPool(6)
-    pool.on_evict = lambda block, lost: evicted.append((block.block_id, lost))
     yield pool
     pool.check()
 
@@ -78,9 +93,9 @@ def test_a_new_pool_hands_out_empty_blocks_in_order(pool: BlockPool) -> None:
 
 def test_empty_blocks_go_before_cached_ones(pool: BlockPool, evicted: Evicted) -> None:
     keep(pool, "a0", "a1")
-    assert ids(take(pool, 4)) == [2, 3, 4, 5]
+    assert ids(take(pool, 4, evicted)) == [2, 3, 4, 5]
     assert evicted == []
-    assert ids(take(pool, 1)) == [1]
+    assert ids(take(pool, 1, evicted)) == [1]
     assert evicted == [(1, name("a1"))]
 
 
@@ -90,7 +105,7 @@ def test_eviction_takes_the_oldest_chain_first_and_its_tail_before_its_head(
     keep(pool, "a0", "a1", "a2")
     keep(pool, "b0", "b1", "b2")
     assert ids(pool.evictable()) == [2, 1, 0, 5, 4, 3]
-    assert ids(take(pool, 4)) == [2, 1, 0, 5]
+    assert ids(take(pool, 4, evicted)) == [2, 1, 0, 5]
     assert evicted == [(2, name("a2")), (1, name("a1")), (0, name("a0")), (5, name("b2"))]
     assert pool.lookup(name("a0")) is None
     assert pool.lookup(name("b1")) is not None
@@ -101,7 +116,7 @@ def test_one_allocation_takes_empty_blocks_and_then_the_oldest_cached_ones(
     pool: BlockPool, evicted: Evicted
 ) -> None:
     keep(pool, "a0", "a1", "a2", "a3")
-    assert ids(take(pool, 3)) == [4, 5, 3]
+    assert ids(take(pool, 3, evicted)) == [4, 5, 3]
     assert evicted == [(3, name("a3"))]
 
 
@@ -122,129 +137,92 @@ def test_a_partial_block_is_reused_before_cached_ones(pool: BlockPool) -> None:
 
 @pytest.mark.parametrize("refused", [None, 1])
 def test_an_allocation_that_does_not_fit_changes_nothing(
-    pool: BlockPool, evicted: Evicted, refused: int | None
+    pool: BlockPool, refused: int | None
 ) -> None:
-    pool.can_evict = lambda block: block.block_id != refused
     keep(pool, "a0", "a1")
+    put_dirty(pool, f"a{refused}")
     used = take(pool, 1)
-    assert pool.allocate(6 if refused is None else 5) is None
-    pool.can_evict = lambda _block: True
-    assert evicted == []
+    assert pool.allocate(6 if refused is None else 5) == (None, [], 0)
+    put_dirty(pool)
     assert (pool.num_empty, pool.num_evictable, pool.num_used, pool.num_cached) == (3, 2, 1, 2)
     assert ids(pool.evictable()) == [1, 0]
     assert used[0].ref_count == 1
     assert ids(take(pool, 5)) == [3, 4, 5, 1, 0]
 
 
-def test_blocks_that_can_evict_refuses_keep_their_order(pool: BlockPool, evicted: Evicted) -> None:
+def test_blocks_that_are_not_clean_keep_their_order(pool: BlockPool, evicted: Evicted) -> None:
     keep(pool, "a0", "a1", "a2", "a3", "a4", "a5")
-    pool.can_evict = lambda block: block.block_id not in (5, 3)
-    taken = pool.allocate(2)
-    pool.can_evict = lambda _block: True
-    assert ids(taken) == [4, 2]
+    put_dirty(pool, "a5", "a3")
+    assert ids(take(pool, 2, evicted)) == [4, 2]
+    put_dirty(pool)
     assert [lost for _, lost in evicted] == [name("a4"), name("a2")]
     assert ids(pool.evictable()) == [5, 3, 1, 0]
     assert ids(take(pool, 2)) == [5, 3]
 
 
-def test_only_blocks_that_are_needed_are_asked_about(pool: BlockPool) -> None:
-    keep(pool, "a0", "a1", "a2")
-    asked: list[int] = []
-
-    def can_evict(block: Block) -> bool:
-        asked.append(block.block_id)
-        return True
-
-    pool.can_evict = can_evict
-    assert pool.allocate(3) is not None
-    assert pool.allocate(0) == []
-    assert asked == []
-    assert pool.allocate(2) is not None
-    assert asked == [2, 1]
-
-
-def test_a_block_that_was_refused_is_asked_about_again_only_when_something_has_changed() -> None:
+def test_a_block_that_becomes_clean_is_evicted_in_its_old_place() -> None:
     pool = BlockPool(100)
-    asked: list[int] = []
-    dirty = set(range(90))
-
-    def can_evict(block: Block) -> bool:
-        asked.append(block.block_id)
-        return block.block_id not in dirty
-
-    pool.can_evict = can_evict
     keep(pool, *map(str, reversed(range(100))))  # the oldest block has id 99
-    dirty = {99 - i for i in range(90)}
+    names = [str(99 - block_id) for block_id in range(100)]
+    put_dirty(pool, *names[10:])
     assert ids(take(pool, 5)) == [9, 8, 7, 6, 5]
-    assert len(asked) == 95
-    asked.clear()
-    assert ids(take(pool, 2)) == [4, 3] == asked
+    assert ids(take(pool, 2)) == [4, 3]
+    assert (pool.num_clean, pool.num_young) == (3, 3), "each block was passed over once"
     for block_id in (50, 60):  # both were copied, the younger one first
-        dirty.discard(block_id)
-        pool.look_again(name(99 - block_id))
-    assert asked == [4, 3, 50, 60]
+        block = pool.lookup(name(99 - block_id))
+        assert block is not None
+        pool.put_clean(block, True)
+    assert pool.num_clean == 5
     assert ids(take(pool, 3)) == [60, 50, 2], "the oldest first"
-    assert pool.allocate(10) is None
-    asked.clear()
-    assert pool.allocate(10) is None
-    assert len(asked) <= 2, "those that could go"
+    assert pool.allocate(10).blocks is None
     pool.check()
 
 
 def test_dirty_blocks_are_named_oldest_first_until_a_copy_reads_them() -> None:
     pool = BlockPool(8)
-    is_copied: set[int] = set()
-    pool.can_evict = lambda block: block.block_id in is_copied
     keep(pool, *"abcdefgh")  # the oldest block has id 7
-    assert ids(pool.dirty(3)) == [7, 6, 5]
-    assert ids(pool.dirty(3, at_most=2)) == [7, 6]
-    for block in pool.dirty(2):
+    put_dirty(pool, *"abcdefgh")
+    assert ids(dirty(pool, 3)) == [7, 6, 5]
+    assert ids(dirty(pool, 3, at_most=2)) == [7, 6]
+    for block in dirty(pool, 2):
         pool.pin(block)
-    assert ids(pool.dirty(3)) == [5], "two are on their way"
+    assert ids(dirty(pool, 3)) == [5], "two are on their way"
     for block_id in (6, 7):
-        is_copied.add(block_id)
-        pool.unpin(next(block for block in pool.evictable() if block.block_id == block_id))
+        block = next(block for block in pool.evictable() if block.block_id == block_id)
+        pool.put_clean(block, True)
+        pool.unpin(block)
         pool.check()
-    assert pool.dirty(2) == []
+    assert dirty(pool, 2) == []
     assert ids(pool.evictable()) == [7, 6, 5, 4, 3, 2, 1, 0], "none has changed its place"
-    assert ids(pool.dirty(5)) == [5, 4, 3]
-    pool.postpone(pool.dirty(5)[0])
-    assert ids(pool.dirty(5)) == [4, 3, 5]
+    assert ids(dirty(pool, 5)) == [5, 4, 3]
+    pool.postpone(dirty(pool, 5)[0])
+    assert ids(dirty(pool, 5)) == [4, 3, 5]
     assert ids(take(pool, 2)) == [7, 6]
 
 
 def test_an_eviction_makes_the_oldest_of_the_older_dirty_blocks_late() -> None:
     pool = BlockPool(6)
-    dirty = {name(text) for text in "abce"}
-    pool.can_evict = lambda block: block.block_hash not in dirty
     for text in "abcdef":
         keep(pool, text)
-    assert hashes_of(pool.dirty(6)) == list(map(name, "abce")) and not pool.late(0)
+    put_dirty(pool, *"abce")
+    assert hashes_of(dirty(pool, 6)) == list(map(name, "abce")) and not pool.late(0)
     pool.release(take(pool, 1))
     assert hashes_of(pool.late(0)) == [name("a")], "it was its turn instead of d"
     assert not pool.late(1)
     pool.allocate(2)
     assert hashes_of(pool.late(0)) == list(map(name, "ab")), "an empty one and f"
     assert hashes_of(pool.late(1)) == [name("a")]
-    assert hashes_of(pool.dirty(6)) == list(map(name, "abce"))
+    assert hashes_of(dirty(pool, 6)) == list(map(name, "abce"))
     block = pool.late(0)[0]
     pool.postpone(block)
-    assert hashes_of(pool.dirty(6)) == list(map(name, "bcea")), "it is the last to be copied"
-    dirty.remove(name("b"))
-    pool.look_again(name("b"))
+    assert hashes_of(dirty(pool, 6)) == list(map(name, "bcea")), "it is the last to be copied"
+    put_dirty(pool, *"ace")
     assert not pool.late(0), "it can be evicted now"
     pool.check()
 
 
 def test_blocks_that_a_floor_keeps_are_passed_over_once_and_keep_their_place() -> None:
     pool = BlockPool(40)
-    asked: list[int] = []
-
-    def can_evict(block: Block) -> bool:
-        asked.append(block.block_id)
-        return True
-
-    pool.can_evict = can_evict
     for number in range(30):
         [block] = take(pool, 1)
         pool.insert(block, name(number), b"quiet")
@@ -252,36 +230,33 @@ def test_blocks_that_a_floor_keeps_are_passed_over_once_and_keep_their_place() -
         pool.release([block])
     pool.floors = {b"quiet": 30}
     for number in range(30, 40):
-        [block] = pool.allocate(1, tenant=b"flood") or []
+        [block] = pool.allocate(1, tenant=b"flood").blocks or []
         pool.insert(block, name(number), b"flood")
         block.fill()
         pool.release([block])
-    assert [ids(pool.allocate(1, tenant=b"flood")) for _ in range(2)] == [[30], [31]]
-    assert asked == [30, 31]
-    assert pool.allocate(9, tenant=b"flood") is None
-    assert (pool.num_free_for(b"flood"), pool.num_free, asked) == (8, 38, [30, 31])
-    assert ids(pool.allocate(9, is_partial=True)) == [*range(32, 40), 0], "floors give way last"
+    assert [ids(pool.allocate(1, tenant=b"flood").blocks) for _ in range(2)] == [[30], [31]]
+    assert pool.num_young == 8
+    assert pool.allocate(9, tenant=b"flood") == (None, [], 30)
+    assert (pool.num_free_for(b"flood"), pool.num_free, pool.num_young) == (8, 38, 8)
+    last = pool.allocate(9, is_partial=True).blocks
+    assert ids(last) == [*range(32, 40), 0], "floors give way last"
     pool.check()
 
 
-def test_a_listener_finds_the_block_already_without_its_hash() -> None:
-    def on_evict(block: Block, lost: BlockHash) -> None:
-        assert block.block_hash is None
-        assert pool.lookup(lost) is None
-        told.append(lost)
-
-    told: list[BlockHash] = []
+def test_an_allocation_tells_what_was_evicted_and_each_block_is_without_its_hash() -> None:
     pool = BlockPool(2)
-    pool.on_evict = on_evict
     keep(pool, "a0", "a1")
-    take(pool, 2)
-    assert told == [name("a1"), name("a0")]
+    taken = pool.allocate(2)
+    assert [lost for lost, _ in taken.evicted] == [name("a1"), name("a0")]
+    assert [block for _, block in taken.evicted] == taken.blocks
+    assert all(block.block_hash is None for block in taken.blocks or ())
+    assert pool.num_cached == 0
 
 
 def test_a_pool_of_no_blocks_has_none_to_give() -> None:
     pool = BlockPool(0)
-    assert pool.allocate(0) == []
-    assert pool.allocate(1) is None
+    assert pool.allocate(0).blocks == []
+    assert pool.allocate(1).blocks is None
     pool.check()
 
 
@@ -367,7 +342,7 @@ def test_a_pinned_block_keeps_its_place_and_is_not_reused(pool: BlockPool) -> No
     pinned = next(iter(pool.evictable()))
     pool.pin(pinned)
     assert ids(pool.evictable()) == [oldest, youngest]
-    assert pool.allocate(2) is None
+    assert pool.allocate(2).blocks is None
     assert ids(take(pool, 1)) == [youngest]
     pool.unpin(pinned)
     assert ids(take(pool, 1)) == [oldest]
@@ -391,9 +366,7 @@ def test_a_pinned_block_that_loses_its_hash_comes_back_with_its_last_pin(pool: B
 # Forgetting
 
 
-def test_a_block_released_before_it_was_ready_forgets_its_hash(
-    pool: BlockPool, evicted: Evicted
-) -> None:
+def test_a_block_released_before_it_was_ready_forgets_its_hash(pool: BlockPool) -> None:
     (block,) = take(pool, 1)
     pool.insert(block, name("a"))
     pool.acquire([block])
@@ -402,19 +375,15 @@ def test_a_block_released_before_it_was_ready_forgets_its_hash(
     pool.release([block])
     assert pool.lookup(name("a")) is None
     assert (pool.num_empty, pool.num_cached) == (6, 0)
-    assert evicted == []
 
 
-def test_a_dropped_block_that_nobody_uses_is_empty_at_once(
-    pool: BlockPool, evicted: Evicted
-) -> None:
+def test_a_dropped_block_that_nobody_uses_is_empty_at_once(pool: BlockPool) -> None:
     chain = keep(pool, "a0", "a1", "a2")
     assert pool.drop(name("a1")) is chain[1]
     assert pool.lookup(name("a1")) is None
     assert ids(pool.evictable()) == [2, 0]
     assert (pool.num_empty, pool.num_evictable) == (4, 2)
     assert not chain[1].is_ready
-    assert evicted == []
     assert pool.drop(name("a1")) is None
 
 
@@ -507,21 +476,23 @@ def test_check_finds_what_is_broken(damage: Callable[[BlockPool], None]) -> None
         pool.check()
 
 
-def doubled(pool: BlockPool, *names: str) -> None:
-    """Say that another tier keeps the blocks of these names, and only these."""
-    kept = set(map(name, names))
-    pool.is_duplicate = lambda block_hash: block_hash in kept
+def keep_doubled(pool: BlockPool, *names: str) -> list[Block]:
+    """Insert blocks as `keep` does, of which another tier has copies."""
+    chain = fill(pool, *names)
+    for block in chain:
+        block.is_double = True
+    pool.release(reversed(chain))
+    return chain
 
 
 def test_duplicates_are_evicted_before_others_and_the_most_recently_used_first(
     pool: BlockPool, evicted: Evicted
 ) -> None:
-    doubled(pool, "b", "c", "e")
     for text in "abcdef":
-        keep(pool, text)
+        (keep_doubled if text in "bce" else keep)(pool, text)
     take(pool, pool.num_empty)
     assert hashes_of(pool.evictable()) == [name(text) for text in "ecbadf"]
-    take(pool, 4)
+    take(pool, 4, evicted)
     assert [lost for _, lost in evicted] == [name(text) for text in "ecba"]
     pool.check()
 
@@ -529,31 +500,29 @@ def test_duplicates_are_evicted_before_others_and_the_most_recently_used_first(
 def test_a_block_whose_other_copy_has_gone_becomes_the_youngest_of_the_others(
     pool: BlockPool,
 ) -> None:
-    doubled(pool, "a", "b")
-    for text in "abc":
-        keep(pool, text)
-    doubled(pool, "b")
+    [single], _ = keep_doubled(pool, "a"), keep_doubled(pool, "b")
+    keep(pool, "c")
+    single.is_double = False
     pool.touch([name("a")])
     assert hashes_of(pool.evictable()) == [name(text) for text in "bca"]
-    assert hashes_of(pool.duplicates) == [name("b")]
+    assert pool.num_duplicates == 1
 
 
 def test_a_duplicate_that_may_not_go_is_passed_over(pool: BlockPool, evicted: Evicted) -> None:
-    doubled(pool, *"abcde")
-    owed, moving, _, pinned = (keep(pool, text)[0] for text in "abcd")
+    _, moving, _, pinned = (keep_doubled(pool, text)[0] for text in "abcd")
     keep(pool, "other")
-    pool.can_evict = lambda block: block is not owed
+    put_dirty(pool, "a")
     pool.pin(moving)
     pool.pinned = {name("d")}
     pool.touch([name("d")])
-    held = keep(pool, "e")
+    held = keep_doubled(pool, "e")
     pool.acquire(held)
     take(pool, pool.num_empty)
-    take(pool, 2)
+    take(pool, 2, evicted)
     assert [lost for _, lost in evicted] == [name("c"), name("other")]
-    assert pool.allocate(1) is None, "what cannot be evicted yet goes before what is pinned"
+    assert pool.allocate(1).blocks is None, "what is not clean yet goes before what is pinned"
     pool.unpin(moving)
-    take(pool, 1)
+    take(pool, 1, evicted)
     assert [lost for _, lost in evicted][2:] == [name("b")]
     assert pinned.block_hash is not None
     pool.check()
@@ -562,37 +531,34 @@ def test_a_duplicate_that_may_not_go_is_passed_over(pool: BlockPool, evicted: Ev
 def test_a_duplicate_that_was_prefetched_goes_before_other_blocks(
     pool: BlockPool, evicted: Evicted
 ) -> None:
-    doubled(pool, "a")
     keep(pool, "other")
     pool.prefetched = {name("a")}
-    keep(pool, "a")
+    keep_doubled(pool, "a")
     take(pool, pool.num_empty)
-    take(pool, 1)
+    take(pool, 1, evicted)
     assert [lost for _, lost in evicted] == [name("a")]
 
 
-def test_duplicates_within_a_tenants_floor_are_not_evicted_for_another(evicted: Evicted) -> None:
+def test_duplicates_within_a_tenants_floor_are_not_evicted_for_another() -> None:
     pool = BlockPool(4)
-    doubled(pool, *"abcd")
     pool.floors = {b"owner": 3}
     chain = take(pool, 4)
     for block, text in zip(chain, "abcd", strict=True):
         pool.insert(block, name(text), b"owner")
         block.fill()
+        block.is_double = True
     pool.release(chain)
-    assert pool.allocate(2, tenant=b"other") is None
-    assert ids(pool.allocate(1, tenant=b"other")) == [3]
+    assert pool.allocate(2, tenant=b"other").blocks is None
+    assert ids(pool.allocate(1, tenant=b"other").blocks) == [3]
     pool.check()
 
 
-def test_an_allocation_of_empty_blocks_only_evicts_nothing(
-    pool: BlockPool, evicted: Evicted
-) -> None:
+def test_an_allocation_of_empty_blocks_only_evicts_nothing(pool: BlockPool) -> None:
     keep(pool, "a", "b")
     num_empty = pool.num_empty
-    assert len(pool.allocate(num_empty + 2, only_empty=True) or []) == num_empty
-    assert pool.allocate(1, only_empty=True) == []
-    assert evicted == []
+    blocks, evicted, _ = pool.allocate(num_empty + 2, only_empty=True)
+    assert (len(blocks or []), evicted) == (num_empty, [])
+    assert pool.allocate(1, only_empty=True) == ([], [], 0)
 
 
 class PoolAgainstModel(RuleBasedStateMachine):
@@ -603,9 +569,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(1, 8))
     def start(self, num_blocks: int) -> None:
-        self.evicted: Evicted = []
         self.pool = BlockPool(num_blocks)
-        self.pool.on_evict = lambda block, lost: self.evicted.append((block.block_id, lost))
         self.blocks: dict[int, Block] = {}
         self.users = dict.fromkeys(range(num_blocks), 0)
         self.hashes: dict[int, BlockHash] = {}
@@ -613,9 +577,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.empty = list(range(num_blocks))
         self.evictable: list[int] = []
         self.pins: dict[int, int] = {}
-        self.doubled: set[BlockHash] = set()
         self.duplicates: set[int] = set()
-        self.pool.is_duplicate = self.doubled.__contains__
 
     def used(self) -> list[int]:
         return [block_id for block_id, count in self.users.items() if count]
@@ -631,7 +593,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
             self.give_back(block_id)
 
     def place(self, block_id: int) -> None:
-        if self.hashes[block_id] in self.doubled:
+        if self.blocks[block_id].is_double:
             self.duplicates.add(block_id)
         else:
             self.evictable.append(block_id)
@@ -650,8 +612,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
     @rule(texts=st.sets(st.integers(0, 5)))
     def double(self, texts: set[int]) -> None:
-        self.doubled.clear()
-        self.doubled.update(map(name, texts))
+        for block_id, block_hash in self.hashes.items():
+            self.blocks[block_id].is_double = block_hash in map(name, texts)
 
     def give_back(self, block_id: int) -> None:
         if not self.pins.get(block_id):  # a pinned block becomes empty after its last unpin
@@ -660,21 +622,22 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 9), refused=st.none() | st.sets(st.integers(0, 7), max_size=3))
     def allocate(self, count: int, refused: set[int] | None) -> None:
-        self.evicted.clear()
-        self.pool.can_evict = lambda block: block.block_id not in (refused or ())
-        blocks = self.pool.allocate(count)
+        for block_id, block in self.blocks.items():
+            self.pool.put_clean(block, block_id not in (refused or ()))
+        blocks, lost, _ = self.pool.allocate(count)
+        evicted = [(block.block_id, block_hash) for block_hash, block in lost]
         barred = set(refused or ()) | {i for i, count in self.pins.items() if count}
         candidates = self.empty + [i for i in self.free() if i not in barred]
         if len(candidates) < count:
             assert blocks is None
-            assert self.evicted == []
+            assert evicted == []
             return
         taken = ids(blocks)
         num_doubled = len(self.duplicates - barred)
         first, last = len(self.empty), len(self.empty) + num_doubled
         assert taken[:first] + taken[last:] == candidates[:count][:first] + candidates[last:count]
         assert set(taken[first:last]) <= self.duplicates - barred
-        assert self.evicted == [(i, self.hashes[i]) for i in taken if i in self.hashes]
+        assert evicted == [(i, self.hashes[i]) for i in taken if i in self.hashes]
         for block in blocks or ():
             block_id = block.block_id
             if not self.take_out(block_id):
@@ -757,8 +720,10 @@ class PoolAgainstModel(RuleBasedStateMachine):
     def is_sound_and_agrees_with_the_model(self) -> None:
         pool = self.pool
         pool.check()
-        assert set(ids(pool.duplicates)) == self.duplicates
-        assert ids(pool.evictable())[len(self.duplicates) :] == self.evictable
+        free, num_duplicates = ids(pool.evictable()), len(self.duplicates)
+        assert pool.num_duplicates == num_duplicates
+        assert set(free[:num_duplicates]) == self.duplicates
+        assert free[num_duplicates:] == self.evictable
         assert pool.num_empty == len(self.empty)
         assert pool.num_free == len(self.empty) + len(self.free())
         assert pool.num_used == pool.num_blocks - pool.num_free
@@ -775,12 +740,11 @@ TestPoolAgainstModel = PoolAgainstModel.TestCase
 TestPoolAgainstModel.settings = settings(max_examples=120, stateful_step_count=40)
 
 
-def test_all_clean_blocks_that_nobody_uses_are_evicted(pool: BlockPool, evicted: Evicted) -> None:
-    owed, _, used = (keep(pool, text)[0] for text in "abc")
-    pool.can_evict = lambda block: block is not owed
+def test_all_clean_blocks_that_nobody_uses_are_evicted(pool: BlockPool) -> None:
+    owed, clean, used = (keep(pool, text)[0] for text in "abc")
+    put_dirty(pool, "a")
     pool.acquire([used])
-    assert pool.evict_clean() == 1
-    assert [lost for _, lost in evicted] == [name("b")]
-    assert pool.evict_clean() == 0
+    assert pool.evict_clean() == [(name("b"), clean)]
+    assert pool.evict_clean() == []
     assert list(pool.evictable()) == [owed]
     pool.check()

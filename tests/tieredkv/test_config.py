@@ -118,6 +118,7 @@ def test_every_plain_setting_can_come_from_everywhere(write_toml: WriteToml) -> 
         "device_size": 1 << 20,
         "gpu_memory_utilization": 0.5,
         "host_size": 2 << 20,
+        "eviction_order": "clock",
         "disk_dir": "/d",
         "disk_size": 3 << 20,
         "disk_write": "write_behind",

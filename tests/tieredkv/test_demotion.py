@@ -10,7 +10,7 @@ from tieredkv.cache import room
 from tieredkv.cache.demotion import MAX_MOVES, most_late
 from tieredkv.cache.disk_link import MIN_WRITES
 from tieredkv.cache.tiers import Tiers
-from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicy
+from tieredkv.retention import DEFAULT_POLICIES, IN_MEMORY, RetentionPolicy
 from tieredkv.types import BlockHash, Tier
 
 pytestmark = pytest.mark.usefixtures("each_tier")
@@ -664,3 +664,24 @@ def test_copies_ahead_of_need_that_evict_one_another_end() -> None:
     before = rig.tiers.counters.demoted_host_blocks
     rig.turn(10)
     assert rig.tiers.counters.demoted_host_blocks == before, "blocks are copied for ever"
+
+
+def test_a_page_whose_claim_on_the_disk_ends_with_time_is_clean_from_that_second_on() -> None:
+    short = RetentionPolicy(name="short", idle_s=60.0, absolute_s=60.0, tiers=frozenset(Tier))
+    rig = Rig(num_blocks=8, num_pages=8, policies=(short, IN_MEMORY))
+    rig.store.is_held = True
+    rig.run_without_disk("a", 4, "short")
+    rig.run_without_disk("a", 4, "in_memory")
+    assert not rig.cache.flush(Tier.DISK, deadline=time.monotonic())
+    rig.turn(4)
+    rig.tiers.evict_clean(Tier.DEVICE)
+    pages = list(rig.tiers.host.evictable())
+    assert [page.is_clean for page in pages] == [False] * 4
+    rig.clock.moment += 59.0
+    rig.turn()
+    assert [page.is_clean for page in pages] == [False] * 4
+    rig.clock.moment += 1.0
+    rig.turn()
+    assert [page.is_clean for page in pages] == [True] * 4
+    assert rig.tiers.catalog.owed == {}
+    assert rig.on_host("a", 4) == [0, 1, 2, 3], "another policy keeps it in memory"

@@ -40,7 +40,7 @@ class Rig:
 
     def page(self) -> Block:
         """Return a page that is held."""
-        pages = self.pool.allocate(1)
+        pages = self.pool.allocate(1).blocks
         assert pages is not None
         return pages[0]
 

@@ -4,6 +4,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -20,11 +21,16 @@ class Naive:
         self.pool = BlockPool(choose.choice((8, 16, 40)))
         self.tenants = [b"tenant %d" % number for number in range(choose.choice((2, 5, 20)))]
         self.held: list[list[Block]] = []
-        self.evicted: list[BlockHash] = []
         self.tenant_of: dict[BlockHash, bytes] = {}
-        self.pool.on_evict = lambda _block, block_hash: self.evicted.append(block_hash)
-        self.pool.on_unindexed = lambda block_hash, _: self.tenant_of.pop(block_hash)
         self.num_made = 0
+
+    def allocate(self, count: int, **options: Any) -> tuple[list[Block] | None, list[BlockHash]]:
+        """Allocate blocks; return them, and the hashes of what was evicted."""
+        taken = self.pool.allocate(count, **options)
+        evicted = [block_hash for block_hash, _ in taken.evicted]
+        for block_hash in evicted:
+            del self.tenant_of[block_hash]
+        return taken.blocks, evicted
 
     def num_spare(self, tenant: bytes) -> int:
         """Return how many blocks of a tenant others may have."""
@@ -73,7 +79,8 @@ class Naive:
                 pool.acquire(found)
                 self.held.append(found)
             case 4 if cached:
-                pool.drop(choose.choice(cached))
+                pool.drop(dropped := choose.choice(cached))
+                del self.tenant_of[dropped]
             case _ if self.held:
                 pool.release(self.held.pop(choose.randrange(len(self.held)))[::-1])
 
@@ -93,10 +100,9 @@ def test_an_allocation_evicts_exactly_the_oldest_blocks_that_floors_do_not_keep(
         count, tenant = choose.choice((1, 1, 2, 4, 9)), choose.choice(naive.tenants)
         expected = naive.victims(count, tenant)
         has_room = pool.num_empty + len(expected) >= count
-        naive.evicted.clear()
-        blocks = pool.allocate(count, tenant=tenant)
+        blocks, evicted = naive.allocate(count, tenant=tenant)
         assert (blocks is not None) == has_room
-        assert naive.evicted == (expected if has_room else [])
+        assert evicted == (expected if has_room else [])
         naive.fill(blocks or [], tenant)
         naive.check()
 
@@ -105,26 +111,29 @@ def test_an_allocation_evicts_exactly_the_oldest_blocks_that_floors_do_not_keep(
 def test_what_floors_keep_is_counted_right_whatever_waits_for_copies(seed: int) -> None:
     naive = Naive(random.Random(seed))
     pool, choose = naive.pool, naive.choose
-    dirty, pinned = set[BlockHash](), list[Block]()
-    pool.can_evict = lambda block: block.block_hash not in dirty
+    pinned = list[Block]()
     for _ in range(80):
         naive.change()
         tenant = choose.choice((None, *naive.tenants))
-        blocks = pool.allocate(
+        blocks, _ = naive.allocate(
             choose.choice((1, 1, 2, 4, 9)),
             tenant=tenant,
             takes_kept=choose.random() < 0.3,
             is_partial=choose.random() < 0.3,
         )
         naive.fill(blocks or [], tenant or b"nobody")
-        dirty.update(each for each in naive.tenant_of if choose.random() < 0.05)
-        for block in pool.dirty(choose.randrange(pool.num_blocks), at_most=3):
+        for block in filter(None, pool.find(naive.tenant_of)):
+            if choose.random() < 0.05:
+                pool.put_clean(block, False)
+        num_ahead = choose.randrange(pool.num_blocks)
+        pool.look_ahead(num_ahead, num_ahead)
+        for block in pool.dirty(num_ahead, 3):
             pool.pin(block)
             pinned.append(block)
         while pinned and choose.random() < 0.6:
             block = pinned.pop(choose.randrange(len(pinned)))
             if block.block_hash is not None:
-                dirty.discard(block.block_hash)
+                pool.put_clean(block, True)
             pool.unpin(block)
         naive.check()
 
@@ -135,26 +144,33 @@ def test_blocks_within_floors_are_taken_last_and_only_if_the_caller_wants_them(
 ) -> None:
     pool = BlockPool(6)
     for tenant, names in ((b"quiet", "abc"), (b"flood", "xyz")):
-        blocks = pool.allocate(3) or []
+        blocks = pool.allocate(3).blocks or []
         for block, name in zip(blocks, names, strict=True):
             pool.insert(block, BlockHash(name.encode()), tenant)
             pool.fill(block)
         pool.release(blocks)
     pool.floors = {b"quiet": 3, b"flood": 3}
-    taken = pool.allocate(4, tenant=b"flood", takes_kept=takes_kept)
+    taken = pool.allocate(4, tenant=b"flood", takes_kept=takes_kept).blocks
     left = [each for each in "abcxyz" if pool.lookup(BlockHash(each.encode()))]
     assert left == (["b", "c"] if takes_kept else list("abcxyz"))
     assert (taken is not None) == takes_kept
     pool.check()
 
 
-def keep(pool: BlockPool, tenant: bytes, names: bytes) -> None:
+def keep(pool: BlockPool, tenant: bytes, names: bytes, *, is_clean: bool = True) -> None:
     """Insert ready blocks of a tenant that nobody uses, the oldest first; each is a letter."""
-    blocks = pool.allocate(len(names)) or []
+    blocks = pool.allocate(len(names)).blocks or []
     for block, letter in zip(blocks, names, strict=True):
         pool.insert(block, BlockHash(bytes([letter])), tenant)
         pool.fill(block)
+        pool.put_clean(block, is_clean)
     pool.release(blocks)
+
+
+def dirty(pool: BlockPool, num_ahead: int) -> list[Block]:
+    """Return the blocks to be copied so that `num_ahead` blocks are clean."""
+    pool.look_ahead(num_ahead, num_ahead)
+    return pool.dirty(num_ahead, num_ahead)
 
 
 def named(blocks: Iterable[Block] | None) -> bytes:
@@ -166,15 +182,14 @@ def test_a_block_within_its_tenants_floor_is_late_only_for_what_its_tenant_evict
     tenant: bytes, late: bytes
 ) -> None:
     pool = BlockPool(2)
-    pool.can_evict = lambda block: block.block_hash != b"a"
     pool.floors = {b"quiet": 1}
-    keep(pool, b"quiet", b"a")
+    keep(pool, b"quiet", b"a", is_clean=False)
     keep(pool, b"flood", b"x")
-    assert named(pool.dirty(2)) == b"a"
-    assert pool.allocate(1, tenant=tenant) is not None
+    assert named(dirty(pool, 2)) == b"a"
+    assert pool.allocate(1, tenant=tenant).blocks is not None
     assert pool.hashes == [b"a"]
     assert named(pool.late(0)) == late
-    assert named(pool.dirty(2)) == b"a"
+    assert named(dirty(pool, 2)) == b"a"
     pool.check()
 
 
@@ -185,24 +200,22 @@ def test_a_pinned_block_is_evicted_if_floors_keep_all_that_are_not_pinned() -> N
     keep(pool, b"quiet", b"abc")
     keep(pool, b"flood", b"x")
     assert (pool.num_pinned, pool.num_free_for(b"flood")) == (1, 1)
-    assert pool.allocate(1, tenant=b"flood") is not None
+    assert pool.allocate(1, tenant=b"flood").blocks is not None
     assert pool.hashes == [b"a", b"b", b"c"]
     pool.check()
 
 
-def test_no_more_kept_blocks_are_opened_than_an_allocation_may_take() -> None:
-    pool = BlockPool(4)
-    pool.can_evict = lambda block: block.tenant != b"quiet"
+def test_no_more_kept_blocks_are_copied_than_the_tenant_has_to_spare() -> None:
+    pool = BlockPool(5)
     pool.floors = {b"quiet": 3}
     keep(pool, b"quiet", b"abc")
-    keep(pool, b"flood", b"x")
-    [used] = pool.allocate(1, tenant=b"flood") or []
-    assert named(pool.dirty(4)) == b"", "the floor keeps all that is left"
+    for block in filter(None, pool.find(map(BlockHash, (b"a", b"b", b"c")))):
+        pool.put_clean(block, False)
+    keep(pool, b"flood", b"xy")
+    assert pool.allocate(1, tenant=b"flood").blocks is not None
+    assert named(pool.dirty(4, 4)) == b"", "the floor keeps all that has become due"
     pool.floors = {b"quiet": 1}
-    opened = []
-    for count in (1, 1, 2):
-        assert pool.allocate(count, tenant=b"flood") is None
-        opened.append(named(pool.dirty(4)))
-        pool.insert(used, BlockHash(b"d"), b"quiet")  # so that the tenant's blocks have changed
-    assert opened == [b"a", b"a", b"ab"]
+    assert pool.allocate(1, tenant=b"flood").blocks is not None
+    assert (named(pool.dirty(4, 4)), pool.hashes) == (b"ab", [b"a", b"b", b"c"])
+    assert pool.num_free_for(b"flood") == 2
     pool.check()

@@ -5,6 +5,7 @@ import pytest
 from tests.fake_store import DAY_S, Rig, chain_of
 from tests.fakes import START
 from tests.golden import refused
+from tieredkv.cache.block import Block
 from tieredkv.cache.chain import BlockClaim, Chain
 from tieredkv.cache.pool import BlockPool
 from tieredkv.errors import RequestError
@@ -44,7 +45,7 @@ def filled_pool(pinned: set[BlockHash], *names: str) -> BlockPool:
     pool = BlockPool(len(names))
     pool.pinned = pinned
     for block_hash in hashes(*names):
-        [block] = pool.allocate(1) or []
+        [block] = pool.allocate(1).blocks or []
         pool.insert(block, block_hash)
         block.fill()
         pool.release([block])
@@ -63,7 +64,7 @@ def test_pinned_blocks_are_evicted_last_and_then_the_oldest_first() -> None:
     pool = filled_pool(set(hashes("a", "c")), "a", "b", "c", "d")
     assert order(pool) == "bdac"
     for left in ("dac", "ac", "c", ""):
-        assert pool.allocate(1) is not None, "never stuck, even where all is pinned"
+        assert pool.allocate(1).blocks is not None, "never stuck, even where all is pinned"
         pool.check()
         assert order(pool) == left
 
@@ -91,25 +92,21 @@ def test_a_use_takes_a_block_to_the_young_end_of_its_part() -> None:
 
 def test_a_pinned_block_does_not_stand_in_for_one_that_is_not_clean_yet() -> None:
     pool = filled_pool(set(hashes("a", "b")), "a", "b", "c", "d")
-    dirty = set(hashes("c", "d"))
-
-    def is_clean(block: object) -> bool:
-        return getattr(block, "block_hash", None) not in dirty
-
-    pool.can_evict = is_clean
-    assert pool.allocate(2) is None
-    dirty.discard(hashes("c")[0])
-    pool.look_again(hashes("c")[0])
-    assert pool.allocate(1) is not None
+    first, second = filter(None, pool.find(hashes("c", "d")))
+    pool.put_clean(first, False)
+    pool.put_clean(second, False)
+    assert pool.allocate(2).blocks is None
+    pool.put_clean(first, True)
+    assert pool.allocate(1).blocks is not None
     assert order(pool) == "dab"
-    assert len(pool.allocate(3, is_partial=True) or []) == 2
+    assert len(pool.allocate(3, is_partial=True).blocks or []) == 2
     assert order(pool) == "d"
 
 
 def test_pinned_blocks_that_a_floor_keeps_do_not_hide_those_that_may_be_taken() -> None:
     pool = filled_pool(set(hashes("a", "b")), "a", "b", "c", "d")
     pool.drop(hashes("a")[0])
-    [block] = pool.allocate(1) or []
+    [block] = pool.allocate(1).blocks or []
     pool.insert(block, hashes("a")[0], b"quiet")
     block.fill()
     pool.release([block])
@@ -117,7 +114,7 @@ def test_pinned_blocks_that_a_floor_keeps_do_not_hide_those_that_may_be_taken() 
     pool.acquire(block for block in pool.find(hashes("c", "d")) if block)
     assert order(pool) == "ab"
     pool.floors = {b"quiet": 1}
-    assert pool.allocate(1, tenant=b"flood") is not None
+    assert pool.allocate(1, tenant=b"flood").blocks is not None
     assert order(pool) == "a"
     pool.check()
 
@@ -125,7 +122,7 @@ def test_pinned_blocks_that_a_floor_keeps_do_not_hide_those_that_may_be_taken() 
 def test_blocks_that_a_floor_keeps_are_taken_instead_of_pinned_ones_and_not_besides() -> None:
     pool = BlockPool(12)
     pool.pinned = set(hashes(*"fghxyz"))
-    blocks = pool.allocate(11) or []
+    blocks = pool.allocate(11).blocks or []
     tenants = [b"quiet"] * 8 + [b"other"] * 3
     for block, block_hash, tenant in zip(blocks, hashes(*"abcdefghxyz"), tenants, strict=True):
         pool.insert(block, block_hash, tenant)
@@ -134,7 +131,7 @@ def test_blocks_that_a_floor_keeps_are_taken_instead_of_pinned_ones_and_not_besi
     pool.floors = {b"quiet": 8}
     pool.allocate(1, only_empty=True)
     assert order(pool) == "abcdefghxyz"
-    assert len(pool.allocate(8) or []) == 8
+    assert len(pool.allocate(8).blocks or []) == 8
     assert order(pool) == "fgh"
     pool.check()
 
@@ -398,24 +395,23 @@ def test_the_deadline_of_a_pinned_block(
     assert RetentionPolicies().deadline(claims, 0.0, used, until) == deadline
 
 
-def test_a_block_that_was_queued_before_floors_came_is_evicted_when_its_turn_comes() -> None:
-    pool, owed = BlockPool(1), set[BlockHash]()
+def test_a_block_that_was_due_before_floors_came_is_evicted_when_its_turn_comes() -> None:
+    pool = BlockPool(1)
     pool.most_pinned = 1
-    pool.can_evict = lambda block: block.block_hash not in owed
 
-    def keep(block_hash: BlockHash) -> None:
-        blocks = pool.allocate(1) or []
-        pool.insert_filled(blocks, [block_hash])
-        pool.release(blocks)
-        pool.dirty(1)
+    def keep(block_hash: BlockHash) -> Block:
+        [block] = pool.allocate(1).blocks or []
+        pool.insert_filled([block], [block_hash])
+        pool.release([block])
+        pool.look_ahead(1, 1)
+        return block
 
     first, pinned = BlockHash(b"first"), BlockHash(b"pinned")
-    keep(first)
-    owed.add(first)
-    pool.look_again(first)
+    block = keep(first)
+    pool.put_clean(block, False)
     pool.floors = {b"other": 1}
-    owed.clear()
+    pool.put_clean(block, True)
     pool.pinned = {pinned}
     keep(pinned)
     pool.check()
-    assert pool.allocate(1) is not None
+    assert pool.allocate(1).blocks is not None

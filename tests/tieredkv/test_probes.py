@@ -70,7 +70,7 @@ def test_a_probe_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_probe_that_found_no_page_is_tried_again() -> None:
     rig = rig_with_a_slow_disk(is_stale=True, num_pages=4)
-    pages = rig.tiers.host.allocate(4)
+    pages = rig.tiers.allocate(Tier.HOST, 4)
     assert pages is not None
     prefix = admitted(rig, "a", 4)
     assert rig.finish(prefix) == 4
@@ -110,7 +110,7 @@ def test_pcie_that_is_thought_to_be_slow_is_measured_with_blocks_that_nobody_use
         assert rig.admit(prefix)
         assert rig.finish(prefix) == 4, "what is thought to be slow is computed"
         assert rig.cache.flush(Tier.HOST, deadline=time.monotonic() + 10)
-        rig.tiers.device.evict_clean()
+        rig.tiers.evict_clean(Tier.DEVICE)
     assert copied == [8]
     assert rig.tiers.device.num_empty == 64, "nobody uses the blocks afterwards"
     rig.check_nothing_is_held()

@@ -257,7 +257,7 @@ def test_the_page_of_a_block_that_vram_evicts_next_is_the_youngest_page() -> Non
     seen = chain_of("a", 6)[:1:-1]
     pages = [page.block_hash for page in rig.tiers.host.evictable()]
     assert pages == [*chain_of("a", 6)[:2], *seen]
-    assert [page.block_hash for page in rig.tiers.host.duplicates] == chain_of("a", 6)[:2]
+    assert rig.tiers.host.num_duplicates == 2
     rig.check()
 
 
@@ -321,7 +321,8 @@ def test_a_cancelled_hit_leaves_the_host_chain_in_order() -> None:
     prefix = rig.start("a", 6)
     rig.turn()
     rig.cache.release(prefix)
-    duplicates = [page.block_hash for page in rig.tiers.host.duplicates]
+    assert rig.tiers.host.num_duplicates == 6
+    duplicates = [page.block_hash for page in rig.tiers.host.evictable()]
     assert duplicates == chain_of("a", 6), "the last to leave VRAM goes first"
     assert rig.cache.flush(Tier.HOST, deadline=deadline())
     oldest = [page.block_hash for page in rig.tiers.host.evictable()]

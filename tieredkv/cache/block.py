@@ -6,13 +6,10 @@ This holds for every request alike. What is true for one request stands in its c
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import Any
 
 from tieredkv.errors import IntegrityError
 from tieredkv.types import BlockHash, Tier
-
-if TYPE_CHECKING:
-    from tieredkv.cache.eviction import Part
 
 
 class Content(IntEnum):
@@ -51,8 +48,12 @@ class Block:
         source: the slower tier that its content came from, or may come from; None if a request
             computed it, or has to, and of a page whose content was copied to VRAM.
         tenant: the tenant that the content belongs to.
-        part: the part of the eviction order that it is in, None while it is in use or empty.
-        rank: its place among the blocks that an eviction order has looked at.
+        is_clean: whether evicting it loses nothing; set by `BlockPool.put_clean`.
+        is_double: whether a faster tier keeps the same content; it then goes before other blocks.
+            A change applies from its next use on.
+        line, part, rank: where it is in the free list; `part` is None while it is in use or empty,
+            and `rank` is 0 until its turn has come.
+        place: what the order of eviction remembers of it; None for new content.
     """
 
     block_id: int
@@ -64,8 +65,12 @@ class Block:
     last_step: int = 0
     source: Tier | None = None
     tenant: bytes = b""
-    part: "Part | None" = field(default=None, repr=False)
+    is_clean: bool = True
+    is_double: bool = False
+    line: int = 0
+    part: Any = field(default=None, repr=False)
     rank: int = 0
+    place: Any = field(default=None, repr=False)
 
     @property
     def is_whole(self) -> bool:
@@ -99,6 +104,7 @@ class Block:
     def clear(self) -> None:
         """Note that its memory holds nothing."""
         self.content, self.is_ready, self.source = _EMPTY, False, None
+        self.is_clean, self.is_double, self.place = True, False, None
 
 
 def begin_compute(blocks: Iterable[Block]) -> None:

@@ -189,12 +189,16 @@ class Catalog:
             del self.owed[entry.block_hash]
             self.given_up.add(entry.block_hash)
 
-    def try_again(self) -> None:
-        """Count no demotion as given up any more."""
+    def try_again(self) -> list[BlockHash]:
+        """Count no demotion as given up any more; return the blocks whose demotion was."""
+        given_up = list[BlockHash]()
         for entry in self._entries.values():
-            entry.is_droppable = False
+            if entry.is_droppable:
+                entry.is_droppable = False
+                given_up.append(entry.block_hash)
         self.owed.update(dict.fromkeys(self.given_up))
         self.given_up.clear()
+        return given_up
 
     def _note_owed(self, entries: Iterable[Entry]) -> None:
         """Note which of these blocks are owed to the disk, given up or not.
@@ -258,6 +262,9 @@ class Catalog:
         due = entry.disk_expires_at
         if entry.claims:
             due = self._policies.deadline(entry.claims, *entry.times)
+            of_disk = self._policies.disk_deadline(entry.claims, *entry.times)
+            if of_disk is not None and not entry.is_on_disk:
+                due = min(due, of_disk)
         pin_ends = entry.pinned_until
         return (min(due, pin_ends), min(self.deadline(entry), pin_ends)) if pin_ends else (due, 0.0)
 
@@ -306,16 +313,21 @@ class Catalog:
 
     def claim(
         self, entries: Sequence[Entry], claims: Set[str], now: float, pinned_until: float = 0.0
-    ) -> None:
+    ) -> list[BlockHash]:
         """Note that a request with these retentions used blocks now, and how long it pins them.
 
         A pin lasts no longer than the claims let a block live. A pin or a claim that was made
         earlier is not shortened.
+
+        Returns:
+            The blocks that slower tiers may be owed from now on.
         """
+        changed = list[BlockHash]()
         for entry in entries:
-            if not claims <= entry.claims:
+            if entry.is_droppable or not claims <= entry.claims:
                 entry.claims |= claims
-            entry.is_droppable = False
+                entry.is_droppable = False
+                changed.append(entry.block_hash)
             if now > entry.last_used:
                 entry.last_used = now
             if pinned_until > now:
@@ -324,6 +336,7 @@ class Catalog:
             self.add_all(entries)
         else:
             self._note_owed(entries)
+        return changed
 
     def forget(self, block_hash: BlockHash, reason: str) -> None:
         """Drop the entry of a block that no RAM tier holds any longer; see `Departed.why`."""
@@ -399,7 +412,7 @@ class Catalog:
         return items
 
     def due(self, now: float, at_most: int = sys.maxsize) -> list[Entry]:
-        """Return entries that have expired, and entries whose pin has just ended.
+        """Return entries that have expired, or whose pin or claim on the disk has just ended.
 
         The cost depends on how many entries are due, not on how many there are. If more than
         `at_most` have to be examined, `is_behind` is set and the next call continues.
@@ -413,6 +426,9 @@ class Catalog:
             if is_over:
                 entry.pinned_until = 0.0
                 self.pinned.discard(entry.block_hash)
+            if entry.block_hash in self.owed and self.disk_deadline(entry, now) is None:
+                self._forget_owed(entry.block_hash)
+                is_over = True
             is_expired = self.is_expired(entry, now)
             if not is_expired:
                 self._queue_again(entry, now)

@@ -20,7 +20,7 @@ from tieredkv.cache.disk_link import EARLY_SHARE, Write
 from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.tiers import Tiers, Waiting, count_failure
 from tieredkv.errors import IntegrityError
-from tieredkv.types import BlockHash, BlockId, PageId
+from tieredkv.types import BlockHash, BlockId, PageId, Tier
 
 MAX_MOVES = 16
 """Copies, and writes, that one step may start, besides two for each block computed since the last.
@@ -148,9 +148,9 @@ class Demoter:
             if not self.is_draining:
                 self._give_up_late()
             at_most -= num_written
-            num_unseen = host.num_unseen
+            num_young = host.num_young
             started = self.write(host.num_blocks - host.num_empty, at_most)
-            has_looked = host.num_unseen < num_unseen  # others may have to be written
+            has_looked = host.num_young < num_young  # others may have to be written
             self._keep_going(at_most if has_looked else started, at_most)
 
     def demote(self, num_ahead: int, at_most: int = sys.maxsize) -> int:
@@ -190,8 +190,9 @@ class Demoter:
                 tiers.host.fill(page)
                 if self._may_queue and tiers.is_owed_to_disk(block_hash):
                     self._to_write[block_hash] = None
+                tiers.recheck([block_hash])
             tiers.device.unpin(block)
-            tiers.host.release([page])
+            tiers.release_pages([page])
         self._is_stale = True
 
     def on_written(self, write: Write) -> None:
@@ -204,7 +205,6 @@ class Demoter:
             text = "a block could not be written to disk (%s)"
             count_failure(tiers.counters.store_failures, write.reason, text)
             catalog.give_up(entry)
-            tiers.device.look_again(entry.block_hash)
         elif catalog.get(entry.block_hash) is not entry:  # expired or evicted
             tiers.counters.demoted_disk_blocks += 1
             tiers.store.delete([entry.block_hash], "evicted")
@@ -217,6 +217,7 @@ class Demoter:
             noted = record.pinned_until, record.hits
             if until > record.expires_at or (entry.pinned_until, entry.hits) != noted:
                 tiers.store.touch(catalog.touch_items([entry], now))  # used meanwhile
+        tiers.recheck([entry.block_hash])
         tiers.host.unpin(write.page)
 
     def drop_oldest(self, num_blocks: int) -> None:
@@ -229,9 +230,9 @@ class Demoter:
         have to wait either.
         """
         tiers = self._tiers
-        oldest = tiers.device.dirty(max(num_blocks, self._device_reserve))
+        oldest = self._dirty(tiers.device, max(num_blocks, self._device_reserve))
         owed = [block for block in oldest if tiers.is_owed_to_disk(block.block_hash)]
-        older = tiers.host.dirty(len(owed))
+        older = self._dirty(tiers.host, len(owed))
         kept = set(owed[len(owed) - len(older) :])
         self._give_up([*older, *(block for block in oldest if block not in kept)])
 
@@ -240,9 +241,8 @@ class Demoter:
         host = self._tiers.host
         for page in host.late(self._most_late):
             assert page.block_hash is not None, page
-            if host.can_evict(page):  # its claim has ended, or VRAM holds its block again
-                host.look_again(page.block_hash)
-            else:
+            self._tiers.note_doubles([page])
+            if not page.is_clean:  # else VRAM holds its block again
                 self._give_up([page])
 
     def _give_up(self, blocks: Iterable[Block]) -> None:
@@ -252,8 +252,7 @@ class Demoter:
             entry = tiers.catalog.get(block.block_hash)
             if entry is not None:
                 tiers.catalog.give_up(entry)
-                for pool in tiers.pools.values():
-                    pool.look_again(entry.block_hash)
+                tiers.recheck([entry.block_hash])
                 tiers.counters.demotions_dropped += 1
 
     # A drain
@@ -277,7 +276,7 @@ class Demoter:
     def _is_owed_to_host(self, block_hash: BlockHash) -> bool:
         """Return whether VRAM has the block and its eviction there would lose it."""
         block = self._tiers.device.lookup(block_hash)
-        return block is not None and block.is_ready and not self._tiers.device.can_evict(block)
+        return block is not None and block.is_ready and not block.is_clean
 
     @property
     def _most_writing(self) -> int:
@@ -328,6 +327,7 @@ class Demoter:
                 self._behind[block_hash] = None
             else:  # its claim has ended
                 del owed[block_hash]
+                tiers.recheck([block_hash])
 
     def _keep_going(self, num_started: int, at_most: int) -> None:
         """Set `has_more` if a step started as many moves as it may."""
@@ -365,7 +365,7 @@ class Demoter:
             page, block = tiers.host.lookup(block_hash), tiers.device.lookup(block_hash)
             if page is not None:
                 if page.is_ready and self._writes_soon:  # if not, the move that fills it continues
-                    self._to_write[block_hash] = None
+                    tiers.queue_write(block_hash)
             elif block is not None and block.is_ready:
                 blocks.append(block)
         num_started = self._copy_out(blocks, only_empty=wanted is self._fresh)
@@ -380,19 +380,24 @@ class Demoter:
 
     def _write_first(self, at_most: int) -> int:
         """Start writes of the first queued blocks that have a page; return how many."""
-        tiers, pages = self._tiers, list[Block]()
+        tiers, pages, queued = self._tiers, list[Block](), list[BlockHash]()
         room = min(at_most, self._write_room)
         while self._to_write and len(pages) < room:
             block_hash, _ = self._to_write.popitem(last=False)
+            queued.append(block_hash)
             page = tiers.host.lookup(block_hash)
             if page is not None and page.is_ready and tiers.is_owed_to_disk(block_hash):
                 pages.append(page)
-        return self._write_out(pages)
+        num_begun = self._write_out(pages)
+        tiers.recheck(queued)
+        return num_begun
 
-    def _dirty(self, pool: BlockPool, num_ahead: int, at_most: int) -> list[Block]:
+    def _dirty(self, pool: BlockPool, num_ahead: int, at_most: int = sys.maxsize) -> list[Block]:
         """Return the oldest blocks of a pool to move down so that `num_ahead` blocks are clean."""
         looks = at_most if at_most == sys.maxsize else LOOKS_PER_MOVE * at_most
-        return pool.dirty(num_ahead, at_most=at_most, most_looks=looks)
+        tier = Tier.DEVICE if pool is self._tiers.device else Tier.HOST
+        self._tiers.look_ahead(tier, num_ahead, looks)
+        return pool.dirty(num_ahead, at_most)
 
     def _copy_out(self, blocks: list[Block], *, only_empty: bool = False) -> int:
         """Start copies of device blocks to host pages while there are pages; return how many.
@@ -407,8 +412,8 @@ class Demoter:
             blocks = blocks[: self._page_room(len(blocks))]
         for tenant, group in groupby(blocks, key=attrgetter("tenant")):
             each = [block for block in group if self._can_be_copied(block)]
-            pages = tiers.host.allocate(
-                len(each), tenant=tenant, is_partial=True, only_empty=only_empty
+            pages = tiers.allocate(
+                Tier.HOST, len(each), tenant=tenant, is_partial=True, only_empty=only_empty
             )
             pages = pages or []
             pairs += zip(each, pages, strict=False)
@@ -443,6 +448,8 @@ class Demoter:
             entry = catalog.get(page.block_hash)
             expires_at = entry and catalog.disk_deadline(entry, now)
             if not entry or not expires_at or self._disk_link.is_writing(entry.block_hash):
+                if page.block_hash is not None:
+                    tiers.recheck([page.block_hash])
                 tiers.host.postpone(page)
                 continue
             if num_begun >= room:

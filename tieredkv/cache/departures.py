@@ -86,7 +86,7 @@ class Departures:
             elif not entry.is_droppable:  # else its write was given up
                 self._waiting[block_hash] = departure
                 if has_page:
-                    tiers.to_write[block_hash] = None
+                    tiers.queue_write(block_hash)
                 elif page is None and block is not None and block.is_ready:
                     to_copy.append(block)
         if to_copy:

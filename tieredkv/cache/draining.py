@@ -39,11 +39,12 @@ class Drainer:
         Returns:
             Whether all of them were moved or dropped before the deadline.
         """
-        device, host, demoter = self._tiers.device, self._tiers.host, self._demoter
-        pools = [device, host] if to is Tier.DISK else [device]
-        while demoter.is_copying or any(pool.num_evictable for pool in pools):
+        tiers, demoter = self._tiers, self._demoter
+        device, host = tiers.device, tiers.host
+        tiers_above = [Tier.DEVICE, Tier.HOST] if to is Tier.DISK else [Tier.DEVICE]
+        while demoter.is_copying or any(tiers.pools[it].num_evictable for it in tiers_above):
             self._poll()
-            moved = sum(pool.evict_clean() for pool in pools)
+            moved = sum(map(tiers.evict_clean, tiers_above))
             started = demoter.demote(device.num_blocks)
             if to is Tier.DISK or (not started and device.num_evictable):
                 started += demoter.write(host.num_blocks)
@@ -73,10 +74,12 @@ class Drainer:
             How many blocks were not written; blocks that were dropped meanwhile do not count.
         """
         tiers, demoter = self._tiers, self._demoter
-        tiers.catalog.try_again()
+        tiers.recheck(tiers.catalog.try_again())
         entries, is_over = self._owed(), False
         demoter.is_draining = True
+        to_write = [*tiers.to_write]
         tiers.to_write.clear()
+        tiers.recheck(to_write)
         while entries and not is_over and time.monotonic() < deadline:
             owed = [each.block_hash for each in entries if tiers.is_owed_to_disk(each.block_hash)]
             demoter.queue_writes(owed)

@@ -8,12 +8,11 @@ Called by the engine's thread only.
 """
 
 from collections.abc import Callable, Collection, Iterable
-from functools import partial
 from typing import NamedTuple
 
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.counters import CacheCounters
-from tieredkv.cache.pool import BlockPool
+from tieredkv.cache.pool import BlockPool, PoolChange
 from tieredkv.errors import IntegrityError
 from tieredkv.types import BlockHash, Tier
 
@@ -61,6 +60,8 @@ class BlockEvents:
     ) -> None:
         self._pools = {Tier.DEVICE: device, Tier.HOST: host}
         self._block_size, self._counters = block_size, counters
+        self._tier_of = {device: Tier.DEVICE, host: Tier.HOST}
+        self._in_pools: list[PoolChange] = []  # which the pools fill, and `_take_in` empties
         self._publish: Publish = lambda _: True
         self._changes: list[Change] = []
         self._contents: dict[BlockHash, Content] = {}  # of blocks in an index of the pools
@@ -69,12 +70,12 @@ class BlockEvents:
     def publish_to(self, publish: Publish) -> None:
         """Have each `flush` publish what has changed since the last one."""
         self._publish = publish
-        for tier, pool in self._pools.items():
-            pool.on_filled = partial(self._on_filled, tier)
-            pool.on_unindexed = partial(self._on_unindexed, tier)
+        for pool in self._pools.values():
+            pool.changes = self._in_pools
 
     def flush(self) -> None:
         """Publish the changes since the last call; called once a step."""
+        self._take_in()
         if self._changes:
             changes, self._changes = self._changes, []
             self._counters.event_batches += 1
@@ -89,6 +90,7 @@ class BlockEvents:
         """
         if chain.token_ids is None:
             return
+        self._take_in()
         contents, hashes = self._contents, chain.hashes
         for index in range(first, last):
             if (block_hash := hashes[index]) in contents:
@@ -99,17 +101,17 @@ class BlockEvents:
                 if block is not None and block.is_ready:
                     self._changes.append(Change(tier, block_hash, content))
 
-    def _on_filled(self, tier: Tier, block_hash: BlockHash) -> None:
-        if (content := self._contents.get(block_hash)) is not None:
-            self._changes.append(Change(tier, block_hash, content))
-
-    def _on_unindexed(self, tier: Tier, block_hash: BlockHash, was_ready: bool) -> None:
-        if block_hash not in self._contents:
-            return
-        if was_ready:
-            self._changes.append(Change(tier, block_hash, None))
-        if not any(pool.lookup(block_hash) for pool in self._pools.values()):
-            del self._contents[block_hash]
+    def _take_in(self) -> None:
+        """Note what has appeared in the pools and has left them since the last call."""
+        for pool, block_hash, is_there, was_ready in self._in_pools:
+            content = self._contents.get(block_hash)
+            if content is not None and (is_there or was_ready):
+                content_now = content if is_there else None
+                self._changes.append(Change(self._tier_of[pool], block_hash, content_now))
+        for _, block_hash, _, _ in self._in_pools:
+            if not any(each.lookup(block_hash) for each in self._pools.values()):
+                self._contents.pop(block_hash, None)
+        self._in_pools.clear()
 
     def _content(self, chain: Chain, index: int) -> Content:
         assert chain.token_ids is not None
@@ -121,6 +123,7 @@ class BlockEvents:
 
     def note_written(self, block_hash: BlockHash) -> None:
         """Announce a block of RAM that was written to disk."""
+        self._take_in()
         content = self._contents.get(block_hash)
         if content is not None and block_hash not in self._on_disk:
             self._on_disk.add(block_hash)
@@ -130,6 +133,7 @@ class BlockEvents:
         """Announce the blocks of a chain that the disk has told of, its head first."""
         if chain.token_ids is None:
             return
+        self._take_in()
         for index, block_hash in enumerate(chain.hashes):
             if block_hash in found and block_hash not in self._on_disk:
                 self._on_disk.add(block_hash)
@@ -138,6 +142,7 @@ class BlockEvents:
 
     def note_gone(self, block_hashes: Iterable[bytes]) -> None:
         """Announce that blocks have left the disk."""
+        self._take_in()
         for block_hash in map(BlockHash, block_hashes):
             if block_hash in self._on_disk:
                 self._on_disk.remove(block_hash)
@@ -149,6 +154,7 @@ class BlockEvents:
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
+        self._take_in()
         for block_hash in self._contents:
             if not any(pool.lookup(block_hash) for pool in self._pools.values()):
                 name = block_hash.hex()[:12]

@@ -28,8 +28,9 @@ class Expiry:
                 self._drop(entry)
             else:
                 aged.append(entry.block_hash)
-        for pool in tiers.pools.values():
-            pool.touch(aged)
+        tiers.recheck(aged)
+        tiers.device.touch(aged)
+        tiers.touch_pages(aged)
 
     def drop_among(self, hashes: Sequence[BlockHash]) -> None:
         """Drop expired blocks among `hashes`, even if the sweep has not reached them yet."""

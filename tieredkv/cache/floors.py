@@ -1,19 +1,20 @@
 """How many blocks of a pool each tenant keeps, and how many blocks that keeps from the others.
 
 A tenant keeps as many hashed blocks as its floor says, in use or not. The others of its blocks are
-spare: an allocation may take them for any tenant. Only the blocks of tenants that have changed are
-counted again, so that an allocation does not cost more when there are more tenants.
+spare: an allocation may take them for any tenant. Blocks are counted as they change, and only
+tenants that have changed are looked at again, so that more tenants make no allocation slower.
 
 Only the engine's thread may call it.
 """
 
 import sys
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
 from typing import NamedTuple
 
 from tieredkv.cache.block import Block
-from tieredkv.cache.eviction import EvictionOrder
+from tieredkv.cache.orders import ByRank
 from tieredkv.errors import IntegrityError
 
 
@@ -21,12 +22,53 @@ class Kept(NamedTuple):
     """How many evictable blocks are kept for tenants.
 
     Attributes:
-        num_all: in all orders.
+        num_all: all of them.
         num_unpinned: the same if only the blocks that are not pinned counted as evictable.
+        num_open: those that wait for a copy although they are kept, since floors gave way.
     """
 
     num_all: int = 0
     num_unpinned: int = 0
+    num_open: int = 0
+
+    def plus(self, other: "Kept", sign: int = 1) -> "Kept":
+        """Return the sum, or the difference if `sign` is -1."""
+        num_all, num_unpinned = self[0] + sign * other[0], self[1] + sign * other[1]
+        return Kept(num_all, num_unpinned, self[2] + sign * other[2])
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """What a pool counts of one tenant's blocks.
+
+    Attributes:
+        floor: number of hashed blocks that it keeps; None if it keeps none.
+        num_hashed: hashed blocks, in use or not.
+        num_free: those of them that nobody uses.
+        num_last: those of these that are evicted last.
+        num_waiting: blocks whose turn has come, and that wait for a copy, or that a copy reads.
+        kept: blocks whose turn has come, but that are kept from the tenants whose turn it was.
+        counted: what was last counted as kept.
+    """
+
+    floor: int | None = None
+    num_hashed: int = 0
+    num_free: int = 0
+    num_last: int = 0
+    num_waiting: int = 0
+    kept: ByRank[Block] = field(default_factory=ByRank)
+    counted: Kept = Kept()
+
+    @property
+    def num_spare(self) -> int:
+        """How many of its hashed blocks others may have."""
+        return sys.maxsize if self.floor is None else max(0, self.num_hashed - self.floor)
+
+    def count(self) -> Kept:
+        """Return how many of its evictable blocks are kept."""
+        num_spare, num_unpinned = self.num_spare, self.num_free - self.num_last
+        num_open = max(0, self.num_waiting - num_spare)
+        return Kept(max(0, self.num_free - num_spare), max(0, num_unpinned - num_spare), num_open)
 
 
 class Floors:
@@ -34,95 +76,99 @@ class Floors:
 
     Nothing is counted while there are no floors.
 
-    Invariants (`check`): the kept blocks are those that a count of all tenants finds; every kept
-    block of a tenant with blocks to spare is going to be looked at.
-
-    Args:
-        orders: the pool's eviction orders; the last one has the pinned blocks.
+    Invariants (`check`): the sum of the kept blocks is right; `keeping` has the tenants with blocks
+    in `Tenant.kept`, and `giving` those of them that have more to spare than wait already.
 
     Attributes:
         by_tenant: number of hashed blocks that each tenant keeps, even if others want them.
-        num_hashed: number of hashed blocks by tenant, in use or not.
+        keeping, giving: tenants by the rank of their first kept block.
     """
 
-    def __init__(self, orders: Sequence[EvictionOrder]) -> None:
-        self._orders = orders
+    def __init__(self) -> None:
         self.by_tenant: Mapping[bytes, int] = {}
-        self.num_hashed: Counter[bytes] = Counter()
-        self._changed: dict[bytes, None] = {}  # tenants to be counted again
-        self._kept: dict[bytes, Kept] = {}  # of tenants for which blocks are kept
+        self.keeping, self.giving = ByRank[Tenant](), ByRank[Tenant]()
+        self._tenants: dict[bytes, Tenant] = {}
+        self._changed: dict[bytes, Tenant] = {}
         self._sum = Kept()
-        for order in orders:
-            order.changed = self._changed
 
     def __bool__(self) -> bool:
         return bool(self.by_tenant)
 
-    def put(self, by_tenant: Mapping[bytes, int], hashed: Iterable[Block]) -> None:
-        """Set the floors; `hashed` are all hashed blocks of the pool."""
-        before, self.by_tenant = self.by_tenant, by_tenant
-        if bool(before) != bool(by_tenant):
-            self._changed.clear()
-            self._kept.clear()
-            self._sum = Kept()
-            self.num_hashed = Counter(block.tenant for block in hashed) if by_tenant else Counter()
-            for order in self._orders:
-                order.count_tenants(bool(by_tenant))
-            self._changed.update(dict.fromkeys(self.num_hashed))
-        moved = [it for it in {**before, **by_tenant} if before.get(it) != by_tenant.get(it)]
-        self._changed.update(dict.fromkeys(moved))
+    @property
+    def kept(self) -> list[ByRank[Block]]:
+        """Blocks that are due, but kept for their tenants, by tenant."""
+        return [tenant.kept for tenant in self._tenants.values()]
 
-    def note_hashed(self, tenant: bytes, count: int) -> None:
-        """Note that a tenant has more hashed blocks, or fewer; only while there are floors."""
-        self.num_hashed[tenant] += count
-        self._changed[tenant] = None
+    def put(self, by_tenant: Mapping[bytes, int]) -> None:
+        """Set the floors. Without floors before, or from now on, everything has to be counted."""
+        for tenant in {**self.by_tenant, **by_tenant}:
+            if self.by_tenant.get(tenant) != by_tenant.get(tenant):
+                self.change(tenant).floor = by_tenant.get(tenant)
+        self.by_tenant = by_tenant
 
-    def num_spare(self, tenant: bytes) -> int:
-        """Return how many of a tenant's hashed blocks others may have."""
-        floor = self.by_tenant.get(tenant)
-        return sys.maxsize if floor is None else max(0, self.num_hashed[tenant] - floor)
+    def clear(self) -> None:
+        """Count nothing; no block is kept."""
+        for counts in (self.keeping, self.giving):
+            for tenant in list(counts):
+                counts.remove(tenant)
+        self._tenants.clear()
+        self._changed.clear()
+        self._sum = Kept()
 
-    def is_within(self, tenant: bytes) -> bool:
-        """Return whether a tenant has a floor and no blocks to spare."""
-        return self.num_spare(tenant) == 0
+    def change(self, tenant: bytes) -> Tenant:
+        """Return a tenant's counts, for a change."""
+        counts = self._changed.get(tenant)
+        if counts is None:
+            counts = self._tenants.get(tenant) or self._tenants.setdefault(tenant, Tenant())
+            self._changed[tenant] = counts
+        return counts
+
+    def get(self, tenant: bytes | None) -> Tenant | None:
+        """Return a tenant's counts; None if it has no blocks and no floor."""
+        return None if tenant is None else self._tenants.get(tenant)
 
     def kept_from(self, tenant: bytes | None) -> Kept:
         """Return how many evictable blocks are kept for others than this tenant; None has none."""
-        self.count_changed()
-        own = self._kept.get(tenant, Kept()) if tenant is not None else Kept()
-        num_all, num_unpinned = self._sum
-        return Kept(num_all - own.num_all, num_unpinned - own.num_unpinned)
+        if self._changed:
+            self.settle()
+        own = self._tenants.get(tenant) if tenant is not None else None
+        return self._sum if own is None else self._sum.plus(own.counted, -1)
 
-    def check(self) -> None:
-        """Raise IntegrityError if an invariant of the class docstring is broken."""
-        self.count_changed()
-        counted = {tenant: self._count(tenant) for tenant in self.by_tenant}
-        if self._kept != {tenant: kept for tenant, kept in counted.items() if kept.num_all}:
-            raise IntegrityError("the number of blocks that floors keep is wrong")
-        if self._sum != tuple(map(sum, zip(Kept(), *counted.values(), strict=True))):
+    def settle(self) -> None:
+        """Look at the tenants that have changed since the last call."""
+        changed, self._changed = self._changed, {}
+        for name, tenant in changed.items():
+            before, tenant.counted = tenant.counted, tenant.count()
+            if before != tenant.counted:
+                self._sum = self._sum.plus(tenant.counted).plus(before, -1)
+            self.note_kept(tenant, tenant.num_spare)
+            if not tenant.num_hashed and tenant.floor is None:
+                del self._tenants[name]
+
+    def note_kept(self, tenant: Tenant, num_spare: int) -> None:
+        """Note that a tenant's first kept block may be another one, and how many it can spare."""
+        rank = tenant.kept.first_rank
+        if rank is not None:
+            self.keeping.add(tenant, rank)
+        else:
+            self.keeping.remove(tenant)
+        if rank is not None and num_spare > tenant.num_waiting:
+            self.giving.add(tenant, rank)
+        else:
+            self.giving.remove(tenant)
+
+    def check(self, blocks: Iterable[Block]) -> None:
+        """Raise IntegrityError if an invariant is broken; `blocks` are all hashed ones."""
+        self.settle()
+        counts = self._tenants.values()
+        if self._sum != reduce(Kept.plus, (each.count() for each in counts), Kept()):
             raise IntegrityError("the sum of the blocks that floors keep is wrong")
-        for order in self._orders:
-            order.check_kept(self.num_spare)
-
-    def count_changed(self) -> None:
-        """Count again what has changed; the orders know then which of their blocks are kept."""
-        for tenant in self._changed:
-            before, kept = self._kept.pop(tenant, Kept()), self._count(tenant)
-            if kept.num_all:
-                self._kept[tenant] = kept
-            num_all = self._sum.num_all + kept.num_all - before.num_all
-            num_unpinned = self._sum.num_unpinned + kept.num_unpinned - before.num_unpinned
-            self._sum = Kept(num_all, num_unpinned)
-            num_spare = self.num_spare(tenant)
-            for order in self._orders:
-                order.note_changed(tenant, num_spare)
-            if not self.num_hashed[tenant]:
-                del self.num_hashed[tenant]
-                for order in self._orders:
-                    order.forget_tenant(tenant)
-        self._changed.clear()
-
-    def _count(self, tenant: bytes) -> Kept:
-        *unpinned, last = (order.num_of[tenant] for order in self._orders)
-        num_unpinned, num_spare = sum(unpinned), self.num_spare(tenant)
-        return Kept(max(0, num_unpinned + last - num_spare), max(0, num_unpinned - num_spare))
+        keeping = {each for each in counts if len(each.kept)}
+        giving = {each for each in keeping if each.num_spare > each.num_waiting}
+        if {*self.keeping} != keeping or {*self.giving} != giving:
+            raise IntegrityError("a tenant with kept blocks, or with some to spare, is overlooked")
+        hashed = dict.fromkeys(self._tenants, 0)
+        for block in blocks:
+            hashed[block.tenant] = hashed.get(block.tenant, 0) + 1
+        if hashed != {name: each.num_hashed for name, each in self._tenants.items()}:
+            raise IntegrityError("the number of blocks per tenant is wrong")

@@ -7,104 +7,99 @@ tokens, bytes or retention.
 Only the engine's thread may call it.
 """
 
-import sys
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 from tieredkv.cache.block import Block, Content
-from tieredkv.cache.eviction import EvictionOrder, Spare
-from tieredkv.cache.floors import Floors
+from tieredkv.cache.free_list import DUPLICATES, LAST, LINES, OTHERS, FreeList
 from tieredkv.errors import IntegrityError
 from tieredkv.types import BlockHash
 
-PARTIAL_LOOKS = 256
-"""Most blocks that an allocation looks at in vain if fewer blocks than wanted are acceptable."""
+Evicted = list[tuple[BlockHash, Block]]
+"""Blocks that were evicted, each with the hash that it has lost."""
+
+
+class Taken(NamedTuple):
+    """What an allocation has given.
+
+    Attributes:
+        blocks: with ref_count 1 and no hash; None, with nothing changed, if there are too few.
+        evicted: those of them that held content.
+        num_kept: how many other free blocks the floors of others keep from the asking tenant.
+    """
+
+    blocks: list[Block] | None
+    evicted: Evicted
+    num_kept: int
+
+
+class PoolChange(NamedTuple):
+    """A hash whose content is complete from now on, or that has left the index of a pool.
+
+    Attributes:
+        pool: the pool.
+        block_hash: the hash.
+        is_there: whether the content is complete from now on.
+        was_ready: whether it was complete before, if the hash has left.
+    """
+
+    pool: "BlockPool"
+    block_hash: BlockHash
+    is_there: bool
+    was_ready: bool = False
 
 
 class BlockPool:
     """A fixed number of blocks, an index by hash, and a free list in the order of eviction.
 
-    The free list has four parts. Empty blocks are handed out first, then the duplicates of blocks
-    that another tier keeps, the most recently used first, since those stay there longest. Then come
-    the other evictable ones, least recently used first, then the pinned ones in the same order. If
-    more than `most_pinned` blocks were pinned, the further ones stand among the other parts.
+    Empty blocks are handed out first. Then come the others that nobody uses, see `FreeList`:
+    duplicates of blocks that a faster tier keeps, the blocks in the order of eviction, and those
+    that are pinned or prefetched. If more than `most_pinned` blocks were pinned, the further ones
+    stand among the other ones. A block that is not clean is never evicted.
+
+    The pool calls nobody. Who changes whether the eviction of a block loses something says so with
+    `put_clean`, and what an allocation has evicted is in its result.
 
     Invariants (`check`):
         1. no block is in the free list twice;
         2. the free list holds exactly the blocks with ref_count 0, except those with a pin_count
            that lost their hash: the last `unpin` puts them back;
         3. the index maps exactly the hashed blocks, each under its own hash;
-        4. a free block is either empty, or hashed and ready, and it is in the part of its kind; the
-           part of the pinned ones holds at most `most_pinned`;
+        4. a free block is either empty, or hashed and ready; at most `most_pinned` go last;
         5. a block that is loading is in use;
-        6. the counts of hashed blocks by tenant are right, while there are floors;
-        7. the invariants of the eviction orders and of the floors hold.
+        6. the invariants of the free list and of the floors hold.
 
     Attributes:
         num_blocks: all blocks of the pool.
         most_pinned: how many blocks may be held back to be evicted last.
-        on_evict: called with a block and the hash it loses when `allocate` reuses it.
-        on_filled: called with the hash of a block whose content is complete from now on; None if
-            nobody wants to know.
-        on_unindexed: called with a hash that has left the index, and whether the content of its
-            block was complete; None if nobody wants to know.
-        is_duplicate: whether another tier keeps the content of a hash; None if none does. A change
-            applies to a block from its next use on.
+        changes: what has become complete and what has left the index, oldest first; whoever wants
+            to know puts a list here and empties it.
         pinned, prefetched: hashes of blocks to be evicted last, for claims and for queued requests;
             a change applies to a block from its next use on.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, order: str = "lru") -> None:
+        """Make a pool of empty blocks; for the names of orders see `orders.ORDERS`."""
         self.num_blocks = num_blocks
         self.most_pinned = num_blocks // 2
-        self.on_evict: Callable[[Block, BlockHash], object] = lambda _block, _block_hash: None
-        self.on_filled: Callable[[BlockHash], object] | None = None
-        self.on_unindexed: Callable[[BlockHash, bool], object] | None = None
+        self.changes: list[PoolChange] | None = None
+        self.pinned: Collection[BlockHash] = ()
+        self.prefetched: Collection[BlockHash] = ()
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._index: dict[BlockHash, Block] = {}
         self._empty = deque(self._blocks)
-        self._duplicates = EvictionOrder(is_youngest_first=True)
-        self._first, self._last = EvictionOrder(), EvictionOrder()
-        self._orders = self._duplicates, self._first, self._last
-        self._parts = tuple(part for order in self._orders for part in order.parts)
-        self.is_duplicate: Callable[[BlockHash], bool] | None = None
-        self.pinned: Collection[BlockHash] = ()
-        self.prefetched: Collection[BlockHash] = ()
-        self._floors = Floors(self._orders)
-
-    @property
-    def can_evict(self) -> Callable[[Block], bool]:
-        """Whether evicting a cached block loses nothing; the pool asks this of its oldest blocks.
-
-        The pool remembers a refusal. A caller that changes the answer has to tell the pool: by
-        `unpin` after a copy, `look_again` for one block, or `forget_looks` for all.
-        """
-        return self._first.can_evict
-
-    @can_evict.setter
-    def can_evict(self, can_evict: Callable[[Block], bool]) -> None:
-        for order in self._orders:
-            order.can_evict = can_evict
-        self.forget_looks()
-
-    @property
-    def on_clean(self) -> Callable[[Block], object]:
-        """Called with a block that has become one of the oldest, and that can be evicted."""
-        return self._first.on_clean
-
-    @on_clean.setter
-    def on_clean(self, on_clean: Callable[[Block], object]) -> None:
-        self._first.on_clean = self._last.on_clean = on_clean
+        self._free = FreeList(num_blocks, order)
 
     @property
     def floors(self) -> Mapping[bytes, int]:
         """Number of hashed blocks that each tenant keeps, even if others want them."""
-        return self._floors.by_tenant
+        return self._free.floors.by_tenant
 
     @floors.setter
     def floors(self, floors: Mapping[bytes, int]) -> None:
-        self._floors.put(floors, self._index.values())
+        self._free.set_floors(floors, self._index.values())
 
     @property
     def num_empty(self) -> int:
@@ -114,7 +109,7 @@ class BlockPool:
     @property
     def num_evictable(self) -> int:
         """Blocks that nobody uses and that hold cached content, pinned or not."""
-        return sum(map(len, self._parts))
+        return sum(self._free.num_in)
 
     @property
     def num_free(self) -> int:
@@ -123,17 +118,17 @@ class BlockPool:
 
     def num_free_for(self, tenant: bytes) -> int:
         """Return how many free blocks the floors of other tenants do not keep from a tenant."""
-        return self.num_free - self._floors.kept_from(tenant).num_all
+        return self.num_free - self._free.floors.kept_from(tenant).num_all
 
     @property
     def num_ready(self) -> int:
-        """Blocks that are empty or can be evicted now, or once the copies under way have ended."""
-        return self.num_empty + sum(order.num_ready for order in self._orders)
+        """Blocks that are empty, or due and clean now or once the copies under way have ended."""
+        return self.num_empty + self._free.num_ready
 
     @property
     def num_clean(self) -> int:
-        """Blocks that are empty or known to be clean, so that an allocation takes them at once."""
-        return self.num_empty + sum(order.num_clean for order in self._orders)
+        """Blocks that are empty or clean, so that an allocation takes them at once."""
+        return self.num_empty + self._free.num_clean
 
     @property
     def num_used(self) -> int:
@@ -148,22 +143,17 @@ class BlockPool:
     @property
     def num_pinned(self) -> int:
         """Evictable blocks that are evicted last."""
-        return len(self._last)
+        return self._free.num_in[LAST]
 
     @property
     def num_duplicates(self) -> int:
         """Evictable blocks that are evicted first."""
-        return len(self._duplicates)
+        return self._free.num_in[DUPLICATES]
 
     @property
-    def num_unseen(self) -> int:
-        """Evictable blocks whose state was not looked at since they were last used."""
-        return sum(len(order.unseen) for order in self._orders)
-
-    @property
-    def duplicates(self) -> Iterable[Block]:
-        """Evictable blocks that are evicted first, in that order."""
-        return self._duplicates
+    def num_young(self) -> int:
+        """Evictable blocks whose turn has not come since they were last used."""
+        return self._free.num_young
 
     @property
     def hashes(self) -> list[BlockHash]:
@@ -176,18 +166,18 @@ class BlockPool:
 
     def evictable(self) -> Iterator[Block]:
         """Return the evictable blocks in the order of eviction; slow, for tests and checks."""
-        return chain.from_iterable(self._orders)
+        return iter(self._free)
 
     def holds_young(self, block_hash: BlockHash) -> bool:
         """Whether the block of this hash is ready, and in use or not among the next to be evicted.
 
-        The next ones are those whose state was looked at, for an allocation or ahead of one, but
-        not those within the floor of their tenant.
+        The next ones are those whose turn has come, for an allocation or ahead of one, but not
+        those that the floor of their tenant keeps.
         """
         block = self._index.get(block_hash)
         if block is None or not block.is_ready:
             return False
-        return block.part is None or block.part.order.is_kept(block)
+        return not block.rank or self._free.is_kept(block)
 
     def allocate(
         self,
@@ -197,8 +187,8 @@ class BlockPool:
         takes_kept: bool = False,
         is_partial: bool = False,
         only_empty: bool = False,
-    ) -> list[Block] | None:
-        """Take blocks for new content: empty ones first, then the least recently used.
+    ) -> Taken:
+        """Take blocks for new content: empty ones first, then those whose turn it is.
 
         Args:
             count: how many blocks.
@@ -207,35 +197,35 @@ class BlockPool:
                 of all. Without a tenant, they always are.
             is_partial: whether fewer blocks are acceptable.
             only_empty: whether to evict nothing.
-
-        Returns:
-            Blocks with ref_count 1 and no hash. None, with nothing changed, if there are too few.
         """
         if only_empty:
             count = min(count, self.num_empty)
         num_empty = min(count, self.num_empty)
-        num_needed = count - num_empty
-        takes_kept = takes_kept or tenant is None
-        victims = self._victims(num_needed, tenant, takes_kept=takes_kept, is_partial=is_partial)
-        if len(victims) < num_needed and not is_partial:
-            return None
+        victims = self._free.take(
+            count - num_empty,
+            tenant,
+            takes_kept=takes_kept or tenant is None,
+            is_partial=is_partial,
+        )
+        num_kept = self._free.floors.kept_from(tenant).num_all if self._free.floors else 0
+        if num_empty + len(victims) < count and not is_partial:
+            return Taken(None, [], num_kept)
         taken = [self._empty.popleft() for _ in range(num_empty)]
-        self._note_evicted(victims, tenant)
-        self._evict(victims)
-        for block in victims:
-            block.clear()
-        taken.extend(victims)
+        evicted = self._unindex(victims)
+        taken += victims
         for block in taken:
             block.ref_count = 1
-        return taken
+            block.clear()
+        return Taken(taken, evicted, num_kept)
 
-    def evict_clean(self) -> int:
-        """Evict all blocks that nobody uses and that can be evicted now; return how many."""
-        victims = self._victims(self.num_evictable, None, takes_kept=True, is_partial=True)
-        self._evict(victims)
-        for block in victims:
-            self._append(block)
-        return len(victims)
+    def evict_clean(self) -> Evicted:
+        """Evict all blocks that nobody uses and that can be evicted now; return them."""
+        victims = self._free.take(
+            self.num_evictable, None, takes_kept=True, is_partial=True, makes_late=False
+        )
+        evicted = self._unindex(victims)
+        self._append(victims)
+        return evicted
 
     def insert(self, block: Block, block_hash: BlockHash, tenant: bytes = b"") -> Block:
         """Give a used block its hash, and return the block that has this hash in the index.
@@ -250,24 +240,16 @@ class BlockPool:
         block.block_hash = block_hash
         block.tenant = tenant
         self._index[block_hash] = block
-        if self._floors:
-            self._floors.note_hashed(tenant, 1)
+        if self._free.floors:
+            self._free.floors.change(tenant).num_hashed += 1
         return block
 
     def insert_filled(self, blocks: Sequence[Block], hashes: Sequence[BlockHash]) -> None:
         """Give used blocks hashes that the index lacks, and note that their content is complete."""
-        index, tenant = self._index, b""
         for block, block_hash in zip(blocks, hashes, strict=True):
-            assert block.block_hash is None and block_hash not in index, block
-            index[block_hash] = block
-            block.block_hash = block_hash
-            block.tenant = tenant
-            block.fill()
-        if self._floors:
-            self._floors.note_hashed(tenant, len(blocks))
-        if self.on_filled is not None:
-            for block_hash in hashes:
-                self.on_filled(block_hash)
+            assert block.block_hash is None and block_hash not in self._index, block
+            self.insert(block, block_hash)
+            self.fill(block)
 
     def fill(self, block: Block, *, is_whole: bool = True) -> None:
         """Note that a block's content is there, so that hits may use it.
@@ -278,16 +260,19 @@ class BlockPool:
         """
         was_ready = block.is_ready
         block.fill(is_whole=is_whole)
-        if not was_ready and self.on_filled is not None and block.block_hash is not None:
-            self.on_filled(block.block_hash)
+        if self.changes is not None and not was_ready and block.block_hash is not None:
+            self.changes.append(PoolChange(self, block.block_hash, is_there=True))
 
-    def acquire(self, blocks: Iterable[Block]) -> None:
-        """Add a user to blocks that are in the index or in use."""
+    def acquire(self, blocks: Iterable[Block]) -> list[Block]:
+        """Add a user to blocks that are in the index or in use; return those that were due."""
+        free = list[Block]()
         for block in blocks:
             if not block.ref_count:
-                assert block.part is not None, block
-                block.part.order.remove(block)
+                free.append(block)
             block.ref_count += 1
+        due = [block for block in free if block.rank]
+        self._free.remove(free)
+        return due
 
     def find(self, hashes: Iterable[BlockHash]) -> list[Block | None]:
         """Return the block of each hash, ready or not; None for those that are not in the index."""
@@ -308,95 +293,78 @@ class BlockPool:
             blocks: with users.
             after: the last step that may have used their memory for this user; 0 if none did.
         """
-        unseen = self._first.unseen
-        is_plain = not (self._floors or self.pinned or self.prefetched or self.is_duplicate)
+        free = list[Block]()
         for block in blocks:
             assert block.ref_count > 0, block
             block.last_step = after or block.last_step
             block.ref_count -= 1
-            if block.ref_count:
-                continue
-            if is_plain and block.is_ready and block.block_hash is not None:
-                unseen[block] = None  # same as `_append`, but faster
-                block.part = unseen
-            else:
-                if not block.is_ready:
-                    self._unindex([block])
-                self._append(block)
+            if not block.ref_count:
+                free.append(block)
+        self._unindex([block for block in free if not block.is_ready])
+        self._append(free)
 
     def pin(self, block: Block) -> None:
         """Keep a block's memory from reuse, even without a user; its place in the order stays."""
-        block.pin_count += 1
-        if block.part is not None:
-            block.part.order.look_again(block)
+        self._put_pins(block, block.pin_count + 1)
 
     def unpin(self, block: Block) -> None:
         """Take back one `pin`."""
         assert block.pin_count > 0, block
-        block.pin_count -= 1
-        if block.part is not None:
-            block.part.order.look_again(block)
-        elif block.ref_count == 0 and block.block_hash is None:
-            self._append(block)
+        self._put_pins(block, block.pin_count - 1)
+        if block.ref_count == 0 and block.block_hash is None:
+            self._append([block])
 
-    def dirty(
-        self, num_ahead: int, *, at_most: int = sys.maxsize, most_looks: int = sys.maxsize
-    ) -> list[Block]:
-        """Return blocks to be copied, oldest first, so that `num_ahead` can be evicted afterwards.
+    def _put_pins(self, block: Block, count: int) -> None:
+        if block.part is not None:
+            self._free.put_pins(block, count)
+        else:
+            block.pin_count = count
+
+    def put_clean(self, block: Block, is_clean: bool) -> None:
+        """Note whether evicting a block loses nothing; its place in the order stays."""
+        if block.is_clean == is_clean:
+            return
+        if block.part is not None:
+            self._free.put_clean(block, is_clean)
+        else:
+            block.is_clean = is_clean
+
+    def look_ahead(self, num_ahead: int, most_looks: int) -> list[Block]:
+        """Have the turn of `num_ahead` blocks come; return those whose turn had not come before.
 
         Args:
-            num_ahead: how many blocks shall be clean, including those that copies read already.
-            at_most: how many blocks to return at most.
-            most_looks: how many of the oldest blocks may be looked at for the first time.
+            num_ahead: how many blocks, besides those that floors keep.
+            most_looks: how many new ones there may be.
         """
-        found: list[Block] = []
-        for order in self._orders:
-            order.look_ahead(num_ahead, most_looks)
-            num_ahead -= order.num_ready
-            dirty = order.dirty(min(num_ahead, at_most - len(found)))
-            found += dirty
-            num_ahead -= len(dirty)
-            if num_ahead <= 0 or order.unseen:
-                break
-        return found
+        return self._free.look_ahead(num_ahead, most_looks)
+
+    def dirty(self, num_ahead: int, at_most: int) -> list[Block]:
+        """Return the first blocks that wait to be copied, of those whose turn has come.
+
+        Args:
+            num_ahead: how many of the next blocks shall be clean, including those that copies read.
+            at_most: how many blocks to return at most.
+        """
+        return self._free.dirty(num_ahead, at_most)
 
     def late(self, num_allowed: int) -> list[Block]:
-        """Return the oldest blocks that wait to be copied although younger ones were evicted.
+        """Return the first blocks that wait to be copied although younger ones were evicted.
 
         Args:
             num_allowed: how many such blocks, the youngest of them, are not returned.
         """
-        return self._first.late(num_allowed)
+        return self._free.late(num_allowed)
 
     def postpone(self, block: Block) -> None:
         """Have `dirty` return a block after the others, because its copy cannot be started yet."""
-        if block.part is not None:
-            block.part.order.postpone(block)
-
-    def look_again(self, block_hash: BlockHash) -> None:
-        """Note that the answer of `can_evict` for this block may have changed."""
-        block = self._index.get(block_hash)
-        if block is not None and block.part is not None:
-            block.part.order.look_again(block)
-
-    def forget_looks(self) -> None:
-        """Note that the answer of `can_evict` for any block may have changed."""
-        for order in self._orders:
-            order.forget_looks()
+        self._free.postpone(block)
 
     def touch(self, hashes: Iterable[BlockHash]) -> None:
         """Make a chain's evictable blocks the youngest; its head, given first, is the last."""
-        for block in reversed(self.find(hashes)):
-            if block is not None and block.part is not None:
-                block.part.order.remove(block)
-                self._append(block)
-
-    def end_duplicate(self, block_hash: BlockHash) -> None:
-        """Make a duplicate the youngest of the others, because its other copy is to be evicted."""
-        block = self._index.get(block_hash)
-        part = block.part if block is not None else None
-        if part is not None and part.order is self._duplicates:
-            self.touch((block_hash,))
+        found = [block for block in self.find(hashes) if block is not None and not block.ref_count]
+        found.reverse()
+        self._free.remove(found)
+        self._append(found)
 
     def drop(self, block_hash: BlockHash) -> Block | None:
         """Forget a hash; a block in use is freed when its last user releases it."""
@@ -409,7 +377,7 @@ class BlockPool:
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
-        places = Counter(chain(self._empty, *self._orders))
+        places = Counter(chain(self._empty, self._free))
         empty = set(self._empty)
         for block in self._blocks:
             is_hashed = block.block_hash is not None
@@ -421,112 +389,53 @@ class BlockPool:
                 raise IntegrityError(f"{block} is in the wrong part of the free list")
             if block.is_ready != (block.content >= Content.EARLY):
                 raise IntegrityError(f"{block} says of its content what is not so")
+            if block.is_ready != (block.content >= Content.EARLY):
+                raise IntegrityError(f"{block} says of its content what is not so")
             if block.is_copying and not block.ref_count:
                 raise IntegrityError(f"{block} is being loaded, but no request uses it")
             if is_free and is_hashed and not block.is_ready:
                 raise IntegrityError(f"{block} can be evicted, but was never filled")
-        for order in self._orders:
-            order.check()
+        hashed = [block for block in self._blocks if block.block_hash is not None]
+        self._free.check(hashed)
         if self.num_pinned > self.most_pinned:
             what = f"{self.num_pinned} blocks are pinned"
             raise IntegrityError(f"{what}, but at most {self.most_pinned} may be")
-        hashed = [block for block in self._blocks if block.block_hash is not None]
         if len(hashed) != len(self._index):
             what = f"{len(hashed)} blocks have a hash"
             raise IntegrityError(f"{what}, but {len(self._index)} are in the index")
         for block_hash, block in self._index.items():
             if block.block_hash != block_hash:
                 raise IntegrityError(f"{block} is not in the index under its hash")
-        if self._floors:
-            if +self._floors.num_hashed != Counter(block.tenant for block in hashed):
-                raise IntegrityError("the number of blocks per tenant is wrong")
-            self._floors.check()
 
-    def _victims(
-        self, num_needed: int, tenant: bytes | None, *, takes_kept: bool, is_partial: bool
-    ) -> list[Block]:
-        """Take `num_needed` blocks out of the order; fewer, or none, if there are too few."""
-        num_evictable = self.num_evictable
-        num_lacking = num_needed - (num_evictable - self._floors.kept_from(tenant).num_all)
-        is_hopeless = (num_needed > num_evictable) if takes_kept else (num_lacking > 0)
-        if not num_needed or (is_hopeless and not is_partial):
-            return []
-        most_looks = num_needed + PARTIAL_LOOKS if is_partial else sys.maxsize
-        spare = Spare(self._floors.num_spare, tenant) if self._floors else None
-        victims = self._take(num_needed, spare, most_looks)
-        if takes_kept and spare is not None and num_lacking > 0:
-            kept = Spare(self._floors.num_spare, tenant, takes_kept=True)
-            victims += self._take(num_lacking, kept, most_looks)
-        if len(victims) < num_needed and not is_partial:
-            for block in victims:
-                assert block.part is not None, block
-                block.part.order.put_back(block)
-            return []
-        return victims
+    def _append(self, blocks: Sequence[Block]) -> None:
+        """Put free blocks at the young ends of their lines."""
+        pinned, prefetched = self.pinned, self.prefetched
+        lines: tuple[list[Block], ...] = ([], [], [])
+        for block in blocks:
+            if (block_hash := block.block_hash) is None:
+                if not block.pin_count:  # else `unpin` puts it there
+                    block.clear()
+                    self._empty.append(block)
+                continue
+            line = DUPLICATES if block.is_double else OTHERS
+            is_last = block_hash in pinned or (line == OTHERS and block_hash in prefetched)
+            if is_last and self.num_pinned + len(lines[LAST]) < self.most_pinned:
+                line = LAST
+            lines[line].append(block)
+        for line in LINES:
+            self._free.append(lines[line], line)
 
-    def _take(self, num_needed: int, spare: Spare | None, most_looks: int) -> list[Block]:
-        """Take unpinned blocks, and pinned ones only if there are too few unpinned blocks.
-
-        Unpinned blocks that cannot be evicted yet count as well: no pinned block replaces them.
-        """
-        self._floors.count_changed()
-        *unpinned, last = self._orders
-        num_of_last = 0
-        if last:
-            num_unpinned = sum(map(len, unpinned))
-            if spare is not None and not spare.takes_kept:
-                num_unpinned -= self._floors.kept_from(spare.tenant).num_unpinned
-            num_of_last = num_needed - max(0, num_unpinned)
-        victims: list[Block] = []
-        for order in unpinned:
-            victims += order.take(num_needed - len(victims), spare, most_looks)
-        if num_of_last > 0:
-            victims += last.take(num_of_last, spare, most_looks)
-        return victims
-
-    def _note_evicted(self, victims: Iterable[Block], tenant: bytes | None) -> None:
-        """Note for which blocks that wait for a copy a tenant's allocation evicts others."""
-
-        def is_within_floor(block: Block) -> bool:
-            return block.tenant != tenant and self._floors.is_within(block.tenant)
-
-        self._first.note_evicted(victims, is_within_floor)
-
-    def _evict(self, victims: Iterable[Block]) -> None:
-        """Take blocks that are out of the order out of the index as well."""
-        for block in victims:
-            block.part = None
-        self._unindex(victims, self.on_evict)
-
-    def _append(self, block: Block) -> None:
-        """Put a free block at the young end of its part of the list."""
-        if (block_hash := block.block_hash) is None:
-            if not block.pin_count:  # else `unpin` puts it there
-                block.clear()
-                self._empty.append(block)
-            return
-        is_duplicate = self.is_duplicate is not None and self.is_duplicate(block_hash)
-        is_last = block_hash in self.pinned or (block_hash in self.prefetched and not is_duplicate)
-        if is_last and self.num_pinned < self.most_pinned:
-            self._last.append(block)
-        elif is_duplicate:
-            self._duplicates.append(block)
-        else:
-            self._first.append(block)
-
-    def _unindex(
-        self,
-        blocks: Iterable[Block],
-        on_evict: Callable[[Block, BlockHash], object] = lambda _block, _block_hash: None,
-    ) -> None:
-        """Take blocks out of the index, and their hashes from them."""
-        index, is_counted = self._index, bool(self._floors)
+    def _unindex(self, blocks: Iterable[Block]) -> Evicted:
+        """Take blocks out of the index; return those that had a hash, each with it."""
+        evicted, floors = Evicted(), self._free.floors
         for block in blocks:
             if (block_hash := block.block_hash) is not None:
-                del index[block_hash]
-                block.block_hash = None
-                if is_counted:
-                    self._floors.note_hashed(block.tenant, -1)
-                if self.on_unindexed is not None:
-                    self.on_unindexed(block_hash, block.is_ready)
-                on_evict(block, block_hash)
+                del self._index[block_hash]
+                block.block_hash, block.place = None, None
+                if floors:
+                    floors.change(block.tenant).num_hashed -= 1
+                if self.changes is not None:
+                    change = PoolChange(self, block_hash, is_there=False, was_ready=block.is_ready)
+                    self.changes.append(change)
+                evicted.append((block_hash, block))
+        return evicted

@@ -241,7 +241,7 @@ class Promoter:
         count = min(tiers.host.num_blocks, -(-PROBE_COPY_BYTES // tiers.payload_bytes))
         if count * tiers.payload_bytes < MIN_MEASURED_BYTES:
             return
-        self._spare = tiers.device.allocate(count, tenant=NO_TENANT) or []
+        self._spare = tiers.allocate(Tier.DEVICE, count, tenant=NO_TENANT) or []
         if self._spare:
             self._copy_probes.note_probe(link.up_rate, now)
             pairs = [(PageId(i), BlockId(it.block_id)) for i, it in enumerate(self._spare)]
@@ -294,8 +294,8 @@ class Promoter:
         for block_hash in hashes:
             if not tiers.prefetched[block_hash]:
                 del tiers.prefetched[block_hash]
-        for pool in tiers.pools.values():
-            pool.touch(hashes)
+        tiers.device.touch(hashes)
+        tiers.touch_pages(hashes)
 
     def queue_copy(self, page: Block, block: Block, source: Tier) -> None:
         """Queue a copy of a ready page; the next `pump` starts it.
@@ -327,7 +327,7 @@ class Promoter:
             tiers.catalog.add(tiers.catalog.entry_of(read.lent, life))
             page.source = Tier.DISK
             tiers.host.fill(page)
-            tiers.device.look_again(block_hash)
+            tiers.recheck([block_hash])
             block = tiers.device.lookup(block_hash)
             is_wanted = self._copy_if_wanted(page, block_hash, Tier.DISK)
             self.restores.note_read(block_hash, index, is_copying=is_wanted)
@@ -349,7 +349,7 @@ class Promoter:
                 tiers.note_not_on_disk(entry)
             if page.block_hash is not None:
                 tiers.host.drop(block_hash)
-        tiers.host.release([page])
+        tiers.release_pages([page])
 
     def _is_deleted(self, block_hash: BlockHash) -> bool:
         departed, now = self._tiers.catalog.departed, self._tiers.clock.now()
@@ -369,11 +369,13 @@ class Promoter:
             return
         tiers.counters.note_move("host,device", began_at)
         tiers.on_loaded(block.block_hash for _, block in copies if block.block_hash is not None)
-        for _, block in copies:
+        for page, block in copies:
             tiers.device.fill(block)
+            if page.block_hash is None and block.block_hash is not None:
+                tiers.recheck([block.block_hash])
         tiers.num_promoting -= len(copies)
         tiers.device.release(block for _, block in reversed(copies))
-        tiers.host.release(page for page, _ in reversed(copies))
+        tiers.release_pages(page for page, _ in reversed(copies))
 
     def evict(self, is_wanted: Callable[[Entry | Read], bool]) -> None:
         """Drop the pages of blocks that are being read and that the filter wants evicted."""
@@ -417,7 +419,7 @@ class Promoter:
             else:
                 unwanted.append(page)
         self._tiers.device.acquire(block for _, block in copies)
-        self._tiers.host.release(unwanted)
+        self._tiers.release_pages(unwanted)
         self._tiers.num_promoting += len(copies)
         self._to_copy += copies
 
@@ -449,7 +451,7 @@ class Promoter:
             cap //= 2
         if num_inbound >= cap:
             return False
-        pages = host.allocate(1, tenant=chain.tenant)
+        pages = self._tiers.allocate(Tier.HOST, 1, tenant=chain.tenant)
         if pages is None:
             self._lacks_page = is_admitted
             return False

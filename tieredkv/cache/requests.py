@@ -215,7 +215,7 @@ class TieredCache:
         self._expiry.drop_among(chain.hashes)
         known = device.find(self._hits.readable(chain))
         found = [block for block in known if block is not None]
-        device.acquire(found)
+        self._tiers.acquire(found)
         num_fresh = num_blocks - len(found)
         fresh = self._room.allocate(chain, num_fresh, is_alone, makes_room=makes_room)
         if fresh is None:
@@ -322,7 +322,9 @@ class TieredCache:
             for entry in beside:  # the disk has a good copy, so that it is not written again
                 entry.disk_expires_at = float(until[entry.position])
         self._tiers.events.note_found(chain, {entry.block_hash for entry in beside})
-        self._demoter.note_computed(self._tiers.catalog.add_all(entries))
+        added = self._tiers.catalog.add_all(entries)
+        self._tiers.recheck(entry.block_hash for entry in added)
+        self._demoter.note_computed(added)
         self._lives.ask(beside)
 
     def seal(self, chain: Chain, block_hash: BlockHash) -> None:
@@ -352,7 +354,7 @@ class TieredCache:
         self._room.forget(chain)
         self._promoter.end_prefetch(chain)
         self._touches.finish(chain)
-        self._tiers.host.touch(chain.hashes)
+        self._tiers.touch_pages(chain.hashes)
         after = self._tiers.device_link.num_steps
         self._tiers.device.release(chain.blocks[::-1], after=after)
         self._restores.forget(chain)
@@ -550,14 +552,7 @@ class TieredCache:
             owed = tiers.catalog.given_up if entry.is_droppable else tiers.catalog.owed
             if tiers.is_promised(entry) and entry.block_hash not in owed:
                 raise IntegrityError(f"block {entry.block_hash.hex()[:12]} is owed, but not noted")
-        for page in tiers.host.duplicates:
-            if page.block_hash is None or not tiers.device.holds_young(page.block_hash):
-                what = f"page {page.block_id} is a duplicate"
-                raise IntegrityError(f"{what}, but VRAM does not keep its block")
-        for pool in tiers.pools.values():
-            for block in pool.evictable():
-                if tiers.catalog.get(block.block_hash) is None:
-                    raise IntegrityError(f"evictable block {block.block_id} has no entry")
+        tiers.check()
 
     # Inside
 
@@ -579,6 +574,5 @@ class TieredCache:
         self._tiers.catalog.forget_disk()
         self._lookups.forget_answers()
         self._tiers.events.forget_disk()
-        for pool in self._tiers.pools.values():
-            pool.forget_looks()
+        self._tiers.recheck(entry.block_hash for entry in self._tiers.catalog.entries())
         self._demoter.note_change()

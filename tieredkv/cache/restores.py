@@ -173,7 +173,7 @@ class Restores:
             for other in self._restores.values():
                 if other.is_admitted:
                     self._hand_over(restore, other)
-        self._tiers.host.release(chain.row.pages.values())
+        self._tiers.release_pages(chain.row.pages.values())
         chain.row.pages = {}
 
     def _hand_over(self, restore: Restore, other: Restore) -> None:
@@ -301,7 +301,7 @@ class Restores:
             while (index := row.first(state, 0, first)) >= 0:
                 row.leave([index])
         late = [index for index in row.pages if index < first]
-        self._tiers.host.release(row.pages.pop(index) for index in late)
+        self._tiers.release_pages(row.pages.pop(index) for index in late)
         if first >= restore.end:
             self.forget(restore.chain)
 

@@ -189,7 +189,7 @@ class Room:
         device, at_most = self._tiers.device, sys.maxsize if is_alone else MAX_AHEAD
         num_empty = device.num_empty
         found = [block for block in device.find(self._readable(chain)) if block is not None]
-        device.acquire(found)
+        self._tiers.acquire(found)
         num_fresh = num_blocks - len(found)
         if self.is_coming(chain):
             blocks = self.allocate(chain, num_fresh, is_alone, at_most=at_most)
@@ -207,7 +207,8 @@ class Room:
 
     def _allocate(self, wanted: _Wanted, *, at_most: int | None = None) -> list[Block] | None:
         """Allocate blocks, or with `at_most` as many of them, up to this number, as there are."""
-        return self._tiers.device.allocate(
+        return self._tiers.allocate(
+            Tier.DEVICE,
             wanted.num_blocks if at_most is None else min(wanted.num_blocks, at_most),
             tenant=wanted.tenant,
             takes_kept=wanted.takes_kept,
@@ -228,9 +229,8 @@ class Room:
             return
         first = promoter.first_copied(chain, list(pages))
         wanted = [(index, page) for index, page in reversed(pages.items()) if index >= first]
-        blocks = device.allocate(
-            min(len(wanted), promoter.num_copies_left, at_most), is_partial=True, only_empty=True
-        )
+        num_blocks = min(len(wanted), promoter.num_copies_left, at_most)
+        blocks = device.allocate(num_blocks, is_partial=True, only_empty=True).blocks
         for (index, page), block in zip(wanted, blocks or [], strict=False):
             block_hash = page.block_hash
             assert block_hash is not None, page
@@ -255,7 +255,7 @@ class Room:
         if num_evicted >= at_most or num_lacking <= 0:
             return num_evicted
         if not chain.blocks:
-            self._tiers.host.touch(chain.hashes)  # other chains' pages go before these
+            self._tiers.touch_pages(chain.hashes)  # other chains' pages go before these
         num_ahead = self._num_to_demote(chain, num_lacking)
         return num_evicted + self._demoter.demote(num_ahead, at_most - num_evicted)
 

@@ -4,7 +4,6 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -15,10 +14,12 @@ from tieredkv.cache.counters import CacheCounters
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.disk_link import DiskLink
 from tieredkv.cache.events import BlockEvents
-from tieredkv.cache.pool import BlockPool
+from tieredkv.cache.free_list import DUPLICATES
+from tieredkv.cache.pool import BlockPool, Evicted
 from tieredkv.cache.presence import Presence
 from tieredkv.clock import Clock
 from tieredkv.config import Restore
+from tieredkv.errors import IntegrityError
 from tieredkv.tier import BackingTier
 from tieredkv.types import BlockHash, Tier
 
@@ -113,13 +114,8 @@ class Tiers:
         self.disk_link = DiskLink(self.store, self.payload_bytes, self.counters)
         self.pools = {Tier.DEVICE: self.device, Tier.HOST: self.host}
         self.events = BlockEvents(self.device, self.host, self.block_size, self.counters)
-        for tier, pool in self.pools.items():
+        for pool in self.pools.values():
             pool.pinned, pool.prefetched = self.catalog.pinned, self.prefetched
-            pool.on_evict = partial(self._on_evict, tier)
-        self.host.is_duplicate = self.device.holds_young
-        self.device.on_clean = self._on_device_clean
-        self.device.can_evict = self._is_device_clean
-        self.host.can_evict = self._is_host_clean
 
     @property
     def bytes_in(self) -> dict[Tier, int]:
@@ -181,8 +177,7 @@ class Tiers:
     def note_not_on_disk(self, entry: Entry) -> None:
         """Note that the disk has no copy of a block after all."""
         self.catalog.note_not_on_disk(entry)
-        for pool in self.pools.values():
-            pool.look_again(entry.block_hash)
+        self.recheck([entry.block_hash])
 
     @property
     def owed_bytes(self) -> int:
@@ -196,9 +191,10 @@ class Tiers:
         """How many seconds a stop would need to write what is owed to the disk."""
         return self.owed_bytes / self.disk_link.write_rate.steady
 
-    def _is_device_clean(self, block: Block) -> bool:
-        if (block_hash := block.block_hash) is None:
-            return True
+    # What may be evicted
+
+    def is_device_clean(self, block_hash: BlockHash) -> bool:
+        """Return whether host memory has the block, or is owed nothing."""
         page = self.host.lookup(block_hash)
         if page is not None and page.is_ready:
             return True
@@ -207,17 +203,104 @@ class Tiers:
             return True
         return not self.catalog.may_enter(entry, Tier.HOST)
 
-    def _is_host_clean(self, page: Block) -> bool:
-        """Return whether the disk is owed nothing, or VRAM keeps the block for longer anyway."""
-        block_hash = page.block_hash
-        if not self.is_owed_to_disk(block_hash):
+    def is_host_clean(self, block_hash: BlockHash) -> bool:
+        """Return whether the disk is owed nothing, or the page is a duplicate anyway."""
+        if block_hash not in self.catalog.owed or not self.is_owed_to_disk(block_hash):
             return True
-        assert block_hash is not None, page
-        return block_hash not in self.to_write and self.device.holds_young(block_hash)
+        page = self.host.lookup(block_hash)
+        return block_hash not in self.to_write and page is not None and page.is_double
 
-    def _on_device_clean(self, block: Block) -> None:
-        if block.block_hash is not None:
-            self.host.end_duplicate(block.block_hash)
+    def recheck(self, hashes: Iterable[BlockHash]) -> None:
+        """Tell the pools whether these blocks are clean; called after a change that decides it."""
+        for block_hash in hashes:
+            if (block := self.device.lookup(block_hash)) is not None:
+                self.device.put_clean(block, self.is_device_clean(block_hash))
+            if (page := self.host.lookup(block_hash)) is not None:
+                self.host.put_clean(page, self.is_host_clean(block_hash))
+
+    def queue_write(self, block_hash: BlockHash) -> None:
+        """Have the page of a block written next."""
+        self.to_write[block_hash] = None
+        self.recheck([block_hash])
+
+    # Pages
+
+    def release_pages(self, pages: Iterable[Block]) -> None:
+        """Release pages; those whose blocks VRAM keeps for longer are duplicates."""
+        pages = [*pages]
+        self.note_doubles(pages)
+        self.host.release(pages)
+
+    def touch_pages(self, hashes: Iterable[BlockHash]) -> None:
+        """Make the pages of a chain the youngest; those whose blocks VRAM keeps are duplicates."""
+        self.note_doubles(filter(None, self.host.find(hashes)))
+        self.host.touch(hashes)
+
+    def note_doubles(self, pages: Iterable[Block]) -> None:
+        """Note which pages are duplicates, of blocks that VRAM keeps for longer."""
+        for page in pages:
+            if (block_hash := page.block_hash) is not None:
+                is_double = self.device.holds_young(block_hash)
+                if page.is_double != is_double:
+                    page.is_double = is_double
+                    self.host.put_clean(page, self.is_host_clean(block_hash))
+
+    def acquire(self, blocks: Iterable[Block]) -> None:
+        """Use blocks of VRAM: it keeps those again that it would have evicted next."""
+        for block in self.device.acquire(blocks):
+            assert block.block_hash is not None, block
+            if (page := self.host.lookup(block.block_hash)) is not None:
+                self.note_doubles([page])
+
+    def end_duplicate(self, block_hash: BlockHash) -> None:
+        """Make a duplicate the youngest of the others, since VRAM will not keep its block.
+
+        Any other page stays as clean as it is while VRAM has the block.
+        """
+        page = self.host.lookup(block_hash)
+        if page is not None and page.is_double:
+            page.is_double = False
+            if page.part is not None and page.line == DUPLICATES:
+                self.host.touch([block_hash])
+                self.host.put_clean(page, self.is_host_clean(block_hash))
+
+    # What leaves
+
+    def allocate(self, tier: Tier, count: int, **options: Any) -> list[Block] | None:
+        """Allocate blocks of VRAM or host memory; see `BlockPool.allocate`."""
+        taken = self.pools[tier].allocate(count, **options)
+        self._note_evicted(tier, taken.evicted)
+        if taken.blocks is None and count <= self.pools[tier].num_free - taken.num_kept:
+            num_blocks = self.pools[tier].num_blocks  # too few are clean: the turn of all has come
+            self.look_ahead(tier, num_blocks, num_blocks)
+        return taken.blocks
+
+    def look_ahead(self, tier: Tier, num_ahead: int, most_looks: int) -> None:
+        """Have the turn of a tier's next blocks come; VRAM will not keep those of its own."""
+        for block in self.pools[tier].look_ahead(num_ahead, most_looks):
+            if tier is Tier.DEVICE and block.is_clean and block.block_hash is not None:
+                self.end_duplicate(block.block_hash)
+
+    def evict_clean(self, tier: Tier) -> int:
+        """Evict all blocks of a tier that nobody uses and that are clean; return how many."""
+        evicted = self.pools[tier].evict_clean()
+        self._note_evicted(tier, evicted)
+        return len(evicted)
+
+    def check(self) -> None:
+        """Raise IntegrityError if a pool takes a block for clean or for a duplicate that is not."""
+        is_clean = {Tier.DEVICE: self.is_device_clean, Tier.HOST: self.is_host_clean}
+        for tier, pool in self.pools.items():
+            for block in pool.evictable():
+                block_hash = block.block_hash
+                if block_hash is None or self.catalog.get(block_hash) is None:
+                    raise IntegrityError(f"evictable block {block.block_id} has no entry")
+                is_elsewhere = tier is Tier.HOST and self.device.lookup(block_hash) is not None
+                if block.is_clean and not (is_clean[tier](block_hash) or is_elsewhere):
+                    raise IntegrityError(f"block {block.block_id} of {tier} is not clean")
+                if block.is_double and not self.device.holds_young(block_hash):
+                    what = f"page {block.block_id} is a duplicate"
+                    raise IntegrityError(f"{what}, but VRAM does not keep its block")
 
     def drop(self, block_hash: BlockHash, reason: str) -> list[Tier]:
         """Make a block unreachable now; return the tiers that had a copy.
@@ -245,21 +328,21 @@ class Tiers:
 
     def _note_left(self, tier: Tier, block_hash: BlockHash) -> None:
         """Note that a copy has gone, in the pool of the other tier."""
-        if tier is Tier.HOST:
-            self.device.look_again(block_hash)
-        else:
-            self.host.end_duplicate(block_hash)
+        if tier is Tier.DEVICE:
+            self.end_duplicate(block_hash)
+        self.recheck([block_hash])
 
-    def _on_evict(self, tier: Tier, _block: Block, block_hash: BlockHash) -> None:
-        """Count a copy that was evicted for room; forget the block if it was the last in RAM.
+    def _note_evicted(self, tier: Tier, evicted: Evicted) -> None:
+        """Count copies that were evicted for room; forget blocks that have left RAM with them.
 
         This is the only place where a block that was promised to the disk can be lost while the
         engine runs: every other way out of RAM is an expiry or an operator's eviction.
         """
-        self.counters.evictions[f"{tier},capacity"] += 1
-        self._note_left(tier, block_hash)
-        entry = self.catalog.get(block_hash)
-        if entry is not None and not self.is_in_ram(block_hash):
-            if self.is_promised(entry):
-                count_failure(self.counters.lost_blocks, entry.refusal or "too_slow", _LOST)
-            self.catalog.forget(block_hash, f"evicted_{'disk' if entry.is_on_disk else tier}")
+        for block_hash, _ in evicted:
+            self.counters.evictions[f"{tier},capacity"] += 1
+            self._note_left(tier, block_hash)
+            entry = self.catalog.get(block_hash)
+            if entry is not None and not self.is_in_ram(block_hash):
+                if self.is_promised(entry):
+                    count_failure(self.counters.lost_blocks, entry.refusal or "too_slow", _LOST)
+                self.catalog.forget(block_hash, f"evicted_{'disk' if entry.is_on_disk else tier}")

@@ -70,7 +70,7 @@ class Touches:
                 if (entry := tiers.catalog.get(hashes[index])) is not None:
                     entry.hits += states[index] != State.COMPUTED
                     entries.append(entry)
-            tiers.catalog.claim(entries, claim.retentions, now, claim.pinned_until)
+            tiers.recheck(tiers.catalog.claim(entries, claim.retentions, now, claim.pinned_until))
             on_disk = [it for it in entries if it.is_on_disk and not self._lives.is_awaited(it)]
             items = tiers.catalog.touch_items(on_disk, now)
             if items and tiers.store is not None:

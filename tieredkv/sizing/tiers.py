@@ -124,16 +124,13 @@ class SimulatedTiers:
         enough = num_distinct + most_blocks
         kept = int(min(capacity.device, enough))
         self.device = BlockPool(max(kept, most_blocks))
-        self._off_device, self._off_host = dict[Block, BlockHash](), dict[Block, BlockHash]()
-        self.device.on_evict = self._off_device.setdefault
+        self._off_device = list[BlockHash]()  # evicted from VRAM and not moved on yet
         self._num_beside, self._beside = self.device.num_blocks - kept, list[Block]()
         self.host = None
         if capacity.host > 0:
             self.host = BlockPool(
                 max(1, int(min(capacity.host, enough)) - self._reserve(capacity, kept))
             )
-            self.host.on_evict = self._off_host.setdefault
-            self.host.is_duplicate = self.device.holds_young
         self.disk, self._clock = disk, clock
         self._expired = dict[BlockHash, Life]()  # copies on disk that it has not dropped yet
         self._off_disk = list[Life]()  # evicted from disk by this request
@@ -185,10 +182,12 @@ class SimulatedTiers:
         found = [each for each, source in zip(hashes, sources, strict=True) if source is not None]
         self._note_use(hashes, found, claims)
         if self.host is not None and self.host.num_cached:
+            for page in filter(None, self.host.find(found)):
+                page.is_double = True
             self.host.touch(found)
         device.release(cast(list[Block], table)[::-1])
         if self._num_beside:
-            self._beside = device.allocate(self._num_beside) or []
+            self._beside = self._allocate(self._num_beside)
             self._move_down()
         if self.disk is not None:
             self._write_owed()
@@ -217,17 +216,25 @@ class SimulatedTiers:
         if host is not None:
             host.acquire(pages)
         wanted = [hashes[i] for i in missing]
-        fresh = device.allocate(len(missing))
-        assert fresh is not None, "VRAM has no room for one request"
+        fresh = self._allocate(len(missing))
         device.insert_filled(fresh, wanted)
         for i, block in zip(missing, fresh, strict=True):
             table[i] = block
         if host is not None:
+            for page in pages:
+                page.is_double = True
             host.release(pages)
         self._move_down()
         self.moved["host_device"] += len(pages) + num_read
         self.moved["disk_host"] += num_read
         self.num_filled += len(missing)
+
+    def _allocate(self, count: int) -> list[Block]:
+        """Allocate blocks of VRAM; `_move_down` has to move on what they held."""
+        taken = self.device.allocate(count)
+        assert taken.blocks is not None, "VRAM has no room for one request"
+        self._off_device += [block_hash for block_hash, _ in taken.evicted]
+        return taken.blocks
 
     def _find(
         self, hashes: Hashes, indices: Iterable[int], sources: list[Source], claims: frozenset[str]
@@ -320,10 +327,9 @@ class SimulatedTiers:
 
     def _move_down(self) -> None:
         """Copy to host memory what VRAM has evicted, unless it has pages there."""
-        evicted = [*self._off_device.values()]
+        evicted, self._off_device = self._off_device, []
         if not evicted:
             return
-        self._off_device.clear()
         host, lives, now = self.host, self._lives, self._now
         some = list(map(lives.__getitem__, evicted))
         self.ages[Tier.DEVICE].extend([now - life.computed_at for life in some])
@@ -332,8 +338,10 @@ class SimulatedTiers:
             return
         absent = host.missing(evicted)
         if len(absent) < len(evicted):
-            for block_hash in evicted:
-                host.end_duplicate(block_hash)
+            for page in host.find(evicted):
+                if page is not None and page.is_double:
+                    page.is_double = False
+                    host.touch([cast(BlockHash, page.block_hash)])
         if self._bars_host:
             tiers_of, entering, barred = self._policies.tiers, list[BlockHash](), list[Life]()
             for block_hash in absent:
@@ -349,10 +357,8 @@ class SimulatedTiers:
             num_copied = self._copy_down(fitting)
             self._leave_ram(map(lives.__getitem__, fitting[num_copied:]))
 
-    def _leave_host(self) -> None:
+    def _leave_host(self, evicted: list[BlockHash]) -> None:
         """Keep what host memory has evicted on disk, unless VRAM has it."""
-        evicted = [*self._off_host.values()]
-        self._off_host.clear()
         now, some = self._now, list(map(self._lives.__getitem__, evicted))
         self.ages[Tier.HOST].extend([now - life.computed_at for life in some])
         absent = [life for life in some if not life.is_on_disk]
@@ -399,9 +405,9 @@ class SimulatedTiers:
         """Copy blocks to pages as far as there are pages; return how many were copied."""
         host = self.host
         assert host is not None
-        pages = host.allocate(len(hashes), is_partial=True) or []
-        if self._off_host:
-            self._leave_host()
+        taken = host.allocate(len(hashes), is_partial=True)
+        pages = taken.blocks or []
+        self._leave_host([block_hash for block_hash, _ in taken.evicted])
         host.insert_filled(pages, hashes[: len(pages)])
         host.release(pages)
         self.moved["device_host"] += len(pages)

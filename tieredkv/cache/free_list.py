@@ -1,0 +1,415 @@
+"""The blocks of a pool that hold content and that nobody uses, in the order of eviction.
+
+There are three lines. Duplicates of what another tier keeps go first, the most recently used first.
+The others follow in the pool's order of eviction (see `orders`). Those that are evicted last have a
+line of their own, the least recently used first.
+
+A block is young until its turn comes, for an allocation or ahead of one. Then it is due: it is
+evicted, or it waits until a copy has made it clean, or it is kept since its tenant has no more
+blocks than its floor. It keeps its place among the blocks that are due.
+
+This module knows neither hashes nor tiers. Only the engine's thread may call it.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+
+from tieredkv.cache.block import Block
+from tieredkv.cache.floors import Floors
+from tieredkv.cache.orders import ORDERS, ByRank, Lru, Mru, Order
+from tieredkv.errors import IntegrityError
+
+DUPLICATES, OTHERS, LAST = LINES = range(3)
+"""The lines in the order in which they go."""
+
+PARTIAL_LOOKS = 256
+"""Most blocks that become due in vain if fewer blocks than wanted are acceptable."""
+
+_LINE = 1 << 60
+"""More than there are ranks in one line."""
+
+
+@dataclass(slots=True)
+class _Walk:
+    """How an allocation goes through the list.
+
+    Attributes:
+        tenant: see `FreeList.take`.
+        most_looks: how many blocks may become due.
+        takes_kept: whether blocks within floors are taken now.
+        most_kept: how many of those that were kept may be opened then.
+        num_of: how many blocks were taken from each tenant.
+        num_others: how many of them are not of the last line.
+    """
+
+    tenant: bytes | None
+    most_looks: int
+    takes_kept: bool = False
+    most_kept: int = 0
+    num_of: Counter[bytes] = field(default_factory=Counter)
+    num_others: int = 0
+
+
+class FreeList:
+    """Blocks in three lines; those that are due are in parts by their state.
+
+        clean    can be evicted now
+        dirty    eviction would lose the content, and no copy of it has been started
+        late     the same, and a younger block was evicted instead of it
+        spared   the same, but it was within the floor of its tenant, so its turn had not come
+        moving   a copy reads it
+        kept     within the floor of its tenant, so it is not evicted for others; one per tenant
+
+    Invariants (`check`): every block is in the part that it names, and in the one that its state
+    asks for; the counts by line, of clean blocks, and by tenant are right.
+
+    Attributes:
+        floors: what tenants keep.
+        num_in: number of blocks in each line.
+        num_clean: blocks that can be evicted now, unless floors keep them.
+    """
+
+    def __init__(self, num_blocks: int, order: str) -> None:
+        self.floors = Floors()
+        self.num_in, self._num_due = [0, 0, 0], [0, 0, 0]  # the latter without kept blocks
+        self.num_clean = 0
+        self._young: tuple[Order, ...] = (Mru(), ORDERS[order](num_blocks), Lru())
+        self._clean, self._moving = ByRank[Block](), Lru()
+        self._dirty = Lru(), Lru(), Lru()
+        self._late, self._spared = Lru(), Lru()
+        first, others, last = self._dirty
+        self._waiting = first, self._late, others, self._spared, last
+        self._num_ranks = 0
+        self._last_evicted = 0  # the highest rank of the evicted blocks of the line of others
+
+    def __iter__(self) -> Iterator[Block]:
+        due = chain(self._clean, self._moving, *self._waiting, *self.floors.kept)
+        by_rank = sorted(due, key=lambda block: block.rank)
+        for line in LINES:
+            yield from (block for block in by_rank if block.line == line)
+            yield from self._young[line]
+
+    @property
+    def num_ready(self) -> int:
+        """Blocks that are due, and clean already or once the copies under way have ended."""
+        return len(self._clean) + len(self._moving)
+
+    @property
+    def num_young(self) -> int:
+        """Blocks whose turn has not come yet."""
+        return sum(map(len, self._young))
+
+    def is_kept(self, block: Block) -> bool:
+        """Return whether a block is due, but kept for its tenant."""
+        return block.rank != 0 and isinstance(block.part, ByRank) and block.part is not self._clean
+
+    # Changes
+
+    def append(self, blocks: Sequence[Block], line: int) -> None:
+        """Add blocks that were used, or that are new, to a line."""
+        young = self._young[line]
+        add = young.add
+        for block in blocks:
+            block.line, block.part = line, young
+            add(block)
+        self._count(blocks, 1)
+
+    def remove(self, blocks: Sequence[Block]) -> None:
+        """Take blocks out of the list."""
+        for block in blocks:
+            if block.rank:
+                self._take_out(block)
+                block.place = None  # its turn had come: if it comes back, it is like a new one
+            else:
+                block.part.remove(block)
+        self._forget(blocks)
+
+    def _forget(self, blocks: Sequence[Block]) -> None:
+        """Count blocks no more that are in no part now."""
+        self._count(blocks, -1)
+        for block in blocks:
+            block.part, block.rank = None, 0
+
+    def _count(self, blocks: Sequence[Block], number: int) -> None:
+        """Count each of these blocks so many times."""
+        num_in, num_clean = self.num_in, 0
+        for block in blocks:
+            num_in[block.line] += number
+            if block.is_clean and not block.pin_count:
+                num_clean += number
+        self.num_clean += num_clean
+        for block in blocks if self.floors else ():
+            counts = self.floors.change(block.tenant)
+            counts.num_free += number
+            if block.line == LAST:
+                counts.num_last += number
+
+    def put_clean(self, block: Block, is_clean: bool) -> None:
+        """Note whether evicting a block of the list loses nothing."""
+        self._note_state(block, is_clean, block.pin_count)
+
+    def put_pins(self, block: Block, pin_count: int) -> None:
+        """Note how many copies read a block of the list."""
+        self._note_state(block, block.is_clean, pin_count)
+
+    def _note_state(self, block: Block, is_clean: bool, pin_count: int) -> None:
+        self.num_clean -= block.is_clean and not block.pin_count
+        block.is_clean, block.pin_count = is_clean, pin_count
+        self.num_clean += block.is_clean and not block.pin_count
+        still_waits = block.part in self._waiting and not (is_clean or pin_count)
+        if block.rank and not still_waits and not self.is_kept(block):
+            self._take_out(block)
+            self._put(block)
+
+    def set_floors(self, floors: Mapping[bytes, int], hashed: Iterable[Block]) -> None:
+        """Set the floors of tenants; `hashed` are all hashed blocks of the pool, in use or not."""
+        was_counting = bool(self.floors)
+        if was_counting and not floors:
+            for block in reversed([*self]):
+                if self.is_kept(block):
+                    self._take_out(block)
+                    self._put_young(block)
+            self.floors.clear()
+        self.floors.put(floors)
+        if floors and not was_counting:
+            for block in hashed:
+                counts = self.floors.change(block.tenant)
+                counts.num_hashed += 1
+                counts.num_free += block.part is not None
+                counts.num_last += block.part is not None and block.line == LAST
+                counts.num_waiting += block.rank != 0 and block.part is not self._clean
+
+    # Parts
+
+    def _put(self, block: Block) -> None:
+        """Put a due block that is in no part into the one of its state."""
+        if block.is_clean and not block.pin_count:
+            block.part = self._clean
+            self._clean.add(block, block.rank)
+        else:
+            block.part = self._moving if block.pin_count else self._dirty[block.line]
+            block.part.add(block)
+            if self.floors:
+                self.floors.change(block.tenant).num_waiting += 1
+        self._num_due[block.line] += 1
+
+    def _keep(self, block: Block) -> None:
+        """Put a due block that is in no part to those that are kept for its tenant."""
+        block.part = self.floors.change(block.tenant).kept
+        block.part.add(block, block.rank)
+
+    def _take_out(self, block: Block) -> None:
+        """Take a due block out of its part."""
+        if self.is_kept(block):
+            self.floors.change(block.tenant)
+        else:
+            self._num_due[block.line] -= 1
+            if self.floors and block.part is not self._clean:
+                self.floors.change(block.tenant).num_waiting -= 1
+        block.part.remove(block)
+
+    def _pop_young(self, line: int) -> Block:
+        """Return the young block of a line whose turn it is; it is due now, and in no part."""
+        block = self._young[line].pop()
+        self._num_ranks += 1
+        block.rank = line * _LINE + self._num_ranks
+        return block
+
+    # Whose turn it is
+
+    def take(
+        self,
+        count: int,
+        tenant: bytes | None,
+        *,
+        takes_kept: bool,
+        is_partial: bool,
+        makes_late: bool = True,
+    ) -> list[Block]:
+        """Take the next blocks that can be evicted out of the list.
+
+        Args:
+            count: how many.
+            tenant: the tenant that gets them; None if they are for no tenant.
+            takes_kept: whether blocks within the floors of others are taken, but last of all.
+            is_partial: whether fewer blocks are taken if there are too few; else none is.
+            makes_late: whether others are late that should have gone before them.
+        """
+        num_spare = sum(self.num_in) - self.floors.kept_from(tenant).num_all
+        most = self.num_clean if takes_kept else min(self.num_clean, num_spare)
+        if not count or (count > most and not is_partial):
+            return []
+        walk = _Walk(tenant, count + PARTIAL_LOOKS if is_partial else sys.maxsize)
+        num_ranks = self._num_ranks
+        taken = self._walk(walk, count)
+        if takes_kept and self.floors and num_spare < count:
+            num_lacking = count - max(num_spare, len(taken))
+            num_open = self.floors.kept_from(tenant).num_open
+            walk.takes_kept, walk.most_kept = True, num_lacking - num_open
+            taken += self._walk(walk, num_lacking)
+        if len(taken) < count and not is_partial:
+            self._put_back(taken, num_ranks)
+            return []
+        if makes_late:
+            self._note_evicted(taken, tenant)
+        self._forget(taken)
+        return taken
+
+    def _walk(self, walk: "_Walk", count: int) -> list[Block]:
+        """Take the next blocks out of their parts, `count` of them at most.
+
+        Blocks that are evicted last are taken only if there are too few others. Others that cannot
+        be evicted yet count as well: no block of the last line replaces them.
+        """
+        num_others = self.num_in[DUPLICATES] + self.num_in[OTHERS] - walk.num_others
+        if not walk.takes_kept:
+            num_others -= self.floors.kept_from(walk.tenant).num_unpinned
+        taken = list[Block]()
+        for line in LINES:
+            most = count if line != LAST else min(count, len(taken) + count - max(0, num_others))
+            while len(taken) < most:
+                block = self._pop_due(line, walk)
+                if block is None:
+                    if walk.most_looks <= 0 or not self._young[line]:
+                        break
+                    walk.most_looks -= 1
+                    block = self._pop_young(line)
+                if self._may_go(block, walk):
+                    walk.num_of[block.tenant] += 1
+                    walk.num_others += line != LAST
+                    taken.append(block)
+        return taken
+
+    def _may_go(self, block: Block, walk: "_Walk") -> bool:
+        """Return whether a due block may be evicted; if not, put it into its part."""
+        if self.floors and not walk.takes_kept and block.tenant != walk.tenant:
+            counts = self.floors.change(block.tenant)
+            num_spare = counts.num_spare - walk.num_of[block.tenant]
+            if num_spare <= 0:
+                self._keep(block)
+                self.floors.note_kept(counts, num_spare)
+                return False
+        if block.is_clean and not block.pin_count:
+            return True
+        self._put(block)
+        return False
+
+    def _pop_due(self, line: int, walk: "_Walk") -> Block | None:
+        """Take the first block that is due, of this line or one before it, out of its part."""
+        floors, end, best = self.floors, (line + 1) * _LINE, self._clean
+        if not (floors or len(best)):
+            return None
+        first = best.first_rank or end
+        if floors:
+            heads = floors.keeping if walk.most_kept > 0 else floors.giving
+            tenants = [heads.first] if len(heads) else []
+            if (own := floors.get(walk.tenant)) is not None:
+                tenants.append(own)
+            for tenant in tenants:
+                if (rank := tenant.kept.first_rank) is not None and rank < first:
+                    first, best = rank, tenant.kept
+        if first >= end:
+            return None
+        block = best.pop()
+        if best is self._clean:
+            self._num_due[block.line] -= 1
+        else:
+            counts = floors.change(block.tenant)
+            walk.most_kept -= block.tenant != walk.tenant
+            floors.note_kept(counts, counts.num_spare - walk.num_of[block.tenant] - 1)
+        return block
+
+    def _put_back(self, taken: list[Block], num_ranks: int) -> None:
+        """Put back what was taken since so many blocks had become due."""
+        for block in reversed(taken):
+            if block.rank % _LINE > num_ranks:
+                self._put_young(block)
+            elif self.floors:
+                self._keep(block)
+            else:
+                self._put(block)
+
+    def _put_young(self, block: Block) -> None:
+        """Put a due block that is in no part back as the first of the young ones."""
+        block.rank, block.part = 0, self._young[block.line]
+        block.part.put_back(block)
+
+    def _note_evicted(self, blocks: list[Block], tenant: bytes | None) -> None:
+        """Note for which blocks that wait for a copy others are evicted, to make room for a tenant.
+
+        Those of other lines do not count. An eviction makes at most one block late, however many
+        older ones wait: with fewer evictions, it would not have been the turn of the others either.
+        """
+        waiting = self._dirty[OTHERS]
+        ranks = [each.rank for each in blocks if each.line == OTHERS] if waiting else []
+        self._last_evicted = max([self._last_evicted, *ranks])
+        for _ in ranks:
+            block = next(iter(waiting), None)
+            if block is None or block.rank > self._last_evicted:
+                break
+            counts = self.floors.get(block.tenant) if self.floors else None
+            is_spared = block.tenant != tenant and counts is not None and not counts.num_spare
+            self._move(block, self._spared if is_spared else self._late)
+
+    def _move(self, block: Block, part: Lru) -> None:
+        block.part.remove(block)
+        block.part = part
+        part.add(block)
+
+    def late(self, num_allowed: int) -> list[Block]:
+        """Return the first due blocks that wait for a copy although younger ones were evicted.
+
+        Args:
+            num_allowed: how many such blocks, the youngest of them, are not returned.
+        """
+        return [*islice(self._late, max(0, len(self._late) - num_allowed))]
+
+    def postpone(self, block: Block) -> None:
+        """Move a block that waits for a copy behind the others that do."""
+        if block.part in self._waiting:
+            self._move(block, self._dirty[block.line])
+
+    def look_ahead(self, num_ahead: int, most_looks: int = sys.maxsize) -> list[Block]:
+        """Have `num_ahead` blocks be due, besides kept ones; return the new ones."""
+        due = list[Block]()
+        for line in LINES:
+            num_ahead -= self._num_due[line]
+            while num_ahead > 0 and most_looks > 0 and self._young[line]:
+                num_ahead, most_looks = num_ahead - 1, most_looks - 1
+                block = self._pop_young(line)
+                self._put(block)
+                due.append(block)
+        return due
+
+    def dirty(self, num_ahead: int, at_most: int = sys.maxsize) -> list[Block]:
+        """Return the first due blocks that wait for a copy.
+
+        Args:
+            num_ahead: how many due blocks shall be clean afterwards, or be read by a copy.
+            at_most: how many blocks to return at most.
+        """
+        num = min(num_ahead - self.num_ready, at_most)
+        return [*islice(chain(*self._waiting), max(0, num))]
+
+    def check(self, hashed: Iterable[Block]) -> None:
+        """Raise IntegrityError if an invariant is broken; `hashed` are all hashed blocks."""
+        kept, num_in, num_clean = {*map(id, self.floors.kept)}, Counter[int](), 0
+        for block in self:
+            num_in[block.line] += 1
+            num_clean += block.is_clean and not block.pin_count
+            if not block.rank:
+                is_right = block.part is self._young[block.line]
+            elif block.pin_count:
+                is_right = block.part is self._moving or id(block.part) in kept
+            else:
+                parts = (self._clean,) if block.is_clean else self._waiting
+                is_right = block.part in parts or id(block.part) in kept
+            if not is_right:
+                raise IntegrityError(f"{block} is in the wrong part of the free list")
+        if self.num_in != [num_in[line] for line in LINES] or self.num_clean != num_clean:
+            raise IntegrityError("the number of blocks in a line, or of clean ones, is wrong")
+        if self.floors:
+            self.floors.check(hashed)
