@@ -148,8 +148,8 @@ def test_only_claims_that_allow_the_disk_open_it() -> None:
     catalog = make_catalog()
     entry = catalog.add(make_entry())
     assert catalog.disk_deadline(entry, NOW) is None
-    assert not catalog.may_enter(entry, Tier.DISK)
-    assert catalog.may_enter(entry, Tier.HOST)
+    assert not catalog.may_enter(entry.claims, Tier.DISK)
+    assert catalog.may_enter(entry.claims, Tier.HOST)
     catalog.claim([entry], {"24h"}, NOW + 10)
     assert catalog.disk_deadline(entry, NOW + 10) == NOW + DAY_S
     assert catalog.disk_deadline(entry, NOW + DAY_S) is None

@@ -214,7 +214,7 @@ class Catalog:
                 self._forget_owed(entry.block_hash)
                 continue
             if entry.claims is not claims:  # blocks of one prompt share their claims
-                claims, may_go = entry.claims, self.may_enter(entry, Tier.DISK)
+                claims, may_go = entry.claims, self.may_enter(entry.claims, Tier.DISK)
             if may_go and not entry.is_droppable:
                 owed[entry.block_hash] = None
             elif may_go:
@@ -374,9 +374,9 @@ class Catalog:
         until = self._policies.disk_deadline(entry.claims, *entry.times)
         return until if until is not None and until > now else None
 
-    def may_enter(self, entry: Entry, tier: Tier) -> bool:
-        """Return whether a policy that asked for the block lets it into this tier."""
-        return tier in self._policies.tiers(entry.claims)
+    def may_enter(self, claims: frozenset[str], tier: Tier) -> bool:
+        """Return whether one of these policies lets a block into a tier."""
+        return tier in self._policies.tiers(claims)
 
     def record(self, entry: Entry, *, size_bytes: int, expires_at: float) -> BlockRecord:
         """Return the record of the block that is sent to the store."""
@@ -494,7 +494,7 @@ class Catalog:
             raise IntegrityError("`pinned` differs from the pins of the entries")
         for block_hash in [*self.owed, *self.given_up]:
             owed = self._entries.get(block_hash)
-            if owed is None or owed.is_on_disk or not self.may_enter(owed, Tier.DISK):
+            if owed is None or owed.is_on_disk or not self.may_enter(owed.claims, Tier.DISK):
                 raise IntegrityError(f"block {block_hash.hex()[:12]} is not owed to the disk")
             if owed.is_droppable == (block_hash in self.owed):
                 raise IntegrityError(f"block {block_hash.hex()[:12]} is owed and given up")

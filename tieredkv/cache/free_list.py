@@ -42,7 +42,6 @@ class _Walk:
         takes_kept: whether blocks within floors are taken now.
         most_kept: how many of those that were kept may be opened then.
         num_of: how many blocks were taken from each tenant.
-        num_others: how many of them are not of the last line.
     """
 
     tenant: bytes | None
@@ -50,7 +49,6 @@ class _Walk:
     takes_kept: bool = False
     most_kept: int = 0
     num_of: Counter[bytes] = field(default_factory=Counter)
-    num_others: int = 0
 
 
 class FreeList:
@@ -64,19 +62,17 @@ class FreeList:
         kept     within the floor of its tenant, so it is not evicted for others; one per tenant
 
     Invariants (`check`): every block is in the part that it names, and in the one that its state
-    asks for; the counts by line, of clean blocks, and by tenant are right.
+    asks for; the counts by line and by tenant are right.
 
     Attributes:
         floors: what tenants keep.
-        num_in: number of blocks in each line.
-        num_clean: blocks that can be evicted now, unless floors keep them.
+        young: the blocks of each line whose turn has not come.
     """
 
     def __init__(self, num_blocks: int, order: str) -> None:
         self.floors = Floors()
-        self.num_in, self._num_due = [0, 0, 0], [0, 0, 0]  # the latter without kept blocks
-        self.num_clean = 0
-        self._young: tuple[Order, ...] = (Mru(), ORDERS[order](num_blocks), Lru())
+        self._num_due, self._num_kept = [0, 0, 0], [0, 0, 0]  # the former without the latter
+        self.young: tuple[Order, ...] = (Mru(), ORDERS[order](num_blocks), Lru())
         self._clean, self._moving = ByRank[Block](), Lru()
         self._dirty = Lru(), Lru(), Lru()
         self._late, self._spared = Lru(), Lru()
@@ -90,7 +86,19 @@ class FreeList:
         by_rank = sorted(due, key=lambda block: block.rank)
         for line in LINES:
             yield from (block for block in by_rank if block.line == line)
-            yield from self._young[line]
+            yield from self.young[line]
+
+    def __len__(self) -> int:
+        return self.num_young + sum(self._num_due) + sum(self._num_kept)
+
+    def num_in(self, line: int) -> int:
+        """Return the number of blocks in a line."""
+        return len(self.young[line]) + self._num_due[line] + self._num_kept[line]
+
+    @property
+    def num_clean(self) -> int:
+        """Blocks that are due and can be evicted now."""
+        return len(self._clean)
 
     @property
     def num_ready(self) -> int:
@@ -100,7 +108,7 @@ class FreeList:
     @property
     def num_young(self) -> int:
         """Blocks whose turn has not come yet."""
-        return sum(map(len, self._young))
+        return sum(map(len, self.young))
 
     def is_kept(self, block: Block) -> bool:
         """Return whether a block is due, but kept for its tenant."""
@@ -110,7 +118,7 @@ class FreeList:
 
     def append(self, blocks: Sequence[Block], line: int) -> None:
         """Add blocks that were used, or that are new, to a line."""
-        young = self._young[line]
+        young = self.young[line]
         add = young.add
         for block in blocks:
             block.line, block.part = line, young
@@ -123,24 +131,14 @@ class FreeList:
             if block.rank:
                 self._take_out(block)
                 block.place = None  # its turn had come: if it comes back, it is like a new one
+                block.rank = 0
             else:
                 block.part.remove(block)
-        self._forget(blocks)
-
-    def _forget(self, blocks: Sequence[Block]) -> None:
-        """Count blocks no more that are in no part now."""
+            block.part = None
         self._count(blocks, -1)
-        for block in blocks:
-            block.part, block.rank = None, 0
 
     def _count(self, blocks: Sequence[Block], number: int) -> None:
-        """Count each of these blocks so many times."""
-        num_in, num_clean = self.num_in, 0
-        for block in blocks:
-            num_in[block.line] += number
-            if block.is_clean and not block.pin_count:
-                num_clean += number
-        self.num_clean += num_clean
+        """Count each of these blocks so many times for its tenant."""
         for block in blocks if self.floors else ():
             counts = self.floors.change(block.tenant)
             counts.num_free += number
@@ -156,9 +154,7 @@ class FreeList:
         self._note_state(block, block.is_clean, pin_count)
 
     def _note_state(self, block: Block, is_clean: bool, pin_count: int) -> None:
-        self.num_clean -= block.is_clean and not block.pin_count
         block.is_clean, block.pin_count = is_clean, pin_count
-        self.num_clean += block.is_clean and not block.pin_count
         still_waits = block.part in self._waiting and not (is_clean or pin_count)
         if block.rank and not still_waits and not self.is_kept(block):
             self._take_out(block)
@@ -200,11 +196,13 @@ class FreeList:
         """Put a due block that is in no part to those that are kept for its tenant."""
         block.part = self.floors.change(block.tenant).kept
         block.part.add(block, block.rank)
+        self._num_kept[block.line] += 1
 
     def _take_out(self, block: Block) -> None:
         """Take a due block out of its part."""
         if self.is_kept(block):
             self.floors.change(block.tenant)
+            self._num_kept[block.line] -= 1
         else:
             self._num_due[block.line] -= 1
             if self.floors and block.part is not self._clean:
@@ -213,7 +211,7 @@ class FreeList:
 
     def _pop_young(self, line: int) -> Block:
         """Return the young block of a line whose turn it is; it is due now, and in no part."""
-        block = self._young[line].pop()
+        block = self.young[line].pop()
         self._num_ranks += 1
         block.rank = line * _LINE + self._num_ranks
         return block
@@ -238,9 +236,8 @@ class FreeList:
             is_partial: whether fewer blocks are taken if there are too few; else none is.
             makes_late: whether others are late that should have gone before them.
         """
-        num_spare = sum(self.num_in) - self.floors.kept_from(tenant).num_all
-        most = self.num_clean if takes_kept else min(self.num_clean, num_spare)
-        if not count or (count > most and not is_partial):
+        num_spare = len(self) - self.floors.kept_from(tenant).num_all
+        if not count or (count > (len(self) if takes_kept else num_spare) and not is_partial):
             return []
         walk = _Walk(tenant, count + PARTIAL_LOOKS if is_partial else sys.maxsize)
         num_ranks = self._num_ranks
@@ -255,7 +252,9 @@ class FreeList:
             return []
         if makes_late:
             self._note_evicted(taken, tenant)
-        self._forget(taken)
+        for block in taken:
+            block.part, block.rank = None, 0
+        self._count(taken, -1)
         return taken
 
     def _walk(self, walk: "_Walk", count: int) -> list[Block]:
@@ -264,7 +263,7 @@ class FreeList:
         Blocks that are evicted last are taken only if there are too few others. Others that cannot
         be evicted yet count as well: no block of the last line replaces them.
         """
-        num_others = self.num_in[DUPLICATES] + self.num_in[OTHERS] - walk.num_others
+        num_others = self.num_in(DUPLICATES) + self.num_in(OTHERS)
         if not walk.takes_kept:
             num_others -= self.floors.kept_from(walk.tenant).num_unpinned
         taken = list[Block]()
@@ -273,13 +272,12 @@ class FreeList:
             while len(taken) < most:
                 block = self._pop_due(line, walk)
                 if block is None:
-                    if walk.most_looks <= 0 or not self._young[line]:
+                    if walk.most_looks <= 0 or not self.young[line]:
                         break
                     walk.most_looks -= 1
                     block = self._pop_young(line)
                 if self._may_go(block, walk):
                     walk.num_of[block.tenant] += 1
-                    walk.num_others += line != LAST
                     taken.append(block)
         return taken
 
@@ -317,6 +315,7 @@ class FreeList:
         if best is self._clean:
             self._num_due[block.line] -= 1
         else:
+            self._num_kept[block.line] -= 1
             counts = floors.change(block.tenant)
             walk.most_kept -= block.tenant != walk.tenant
             floors.note_kept(counts, counts.num_spare - walk.num_of[block.tenant] - 1)
@@ -334,7 +333,7 @@ class FreeList:
 
     def _put_young(self, block: Block) -> None:
         """Put a due block that is in no part back as the first of the young ones."""
-        block.rank, block.part = 0, self._young[block.line]
+        block.rank, block.part = 0, self.young[block.line]
         block.part.put_back(block)
 
     def _note_evicted(self, blocks: list[Block], tenant: bytes | None) -> None:
@@ -377,7 +376,7 @@ class FreeList:
         due = list[Block]()
         for line in LINES:
             num_ahead -= self._num_due[line]
-            while num_ahead > 0 and most_looks > 0 and self._young[line]:
+            while num_ahead > 0 and most_looks > 0 and self.young[line]:
                 num_ahead, most_looks = num_ahead - 1, most_looks - 1
                 block = self._pop_young(line)
                 self._put(block)
@@ -396,12 +395,11 @@ class FreeList:
 
     def check(self, hashed: Iterable[Block]) -> None:
         """Raise IntegrityError if an invariant is broken; `hashed` are all hashed blocks."""
-        kept, num_in, num_clean = {*map(id, self.floors.kept)}, Counter[int](), 0
+        kept, num_in = {*map(id, self.floors.kept)}, Counter[int]()
         for block in self:
             num_in[block.line] += 1
-            num_clean += block.is_clean and not block.pin_count
             if not block.rank:
-                is_right = block.part is self._young[block.line]
+                is_right = block.part is self.young[block.line]
             elif block.pin_count:
                 is_right = block.part is self._moving or id(block.part) in kept
             else:
@@ -409,7 +407,7 @@ class FreeList:
                 is_right = block.part in parts or id(block.part) in kept
             if not is_right:
                 raise IntegrityError(f"{block} is in the wrong part of the free list")
-        if self.num_in != [num_in[line] for line in LINES] or self.num_clean != num_clean:
-            raise IntegrityError("the number of blocks in a line, or of clean ones, is wrong")
+        if any(self.num_in(line) != num_in[line] for line in LINES):
+            raise IntegrityError("the number of blocks in a line is wrong")
         if self.floors:
             self.floors.check(hashed)

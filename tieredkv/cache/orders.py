@@ -115,24 +115,21 @@ class _Place:
 
 
 class Lru:
-    """Evicts the block that was unused for longest."""
+    """Evicts the block that was unused for longest.
+
+    Each block of each request passes here, so that the dict's own methods are used.
+    """
 
     def __init__(self, num_blocks: int = 0) -> None:
         self._blocks: OrderedDict[Block, None] = OrderedDict()
+        self.add: Callable[[Block], None] = self._blocks.setdefault  # as the youngest
+        self.remove: Callable[[Block], None] = self._blocks.__delitem__
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def __iter__(self) -> Iterator[Block]:
         return iter(self._blocks)
-
-    def add(self, block: Block) -> None:
-        """Take a block in as the youngest."""
-        self._blocks[block] = None
-
-    def remove(self, block: Block) -> None:
-        """Lose sight of a block."""
-        del self._blocks[block]
 
     def pop(self) -> Block:
         """Remove the oldest block."""

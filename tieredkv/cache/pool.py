@@ -9,11 +9,11 @@ Only the engine's thread may call it.
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 from tieredkv.cache.block import Block, Content
-from tieredkv.cache.free_list import DUPLICATES, LAST, LINES, OTHERS, FreeList
+from tieredkv.cache.free_list import DUPLICATES, LAST, OTHERS, FreeList
 from tieredkv.errors import IntegrityError
 from tieredkv.types import BlockHash
 
@@ -109,7 +109,7 @@ class BlockPool:
     @property
     def num_evictable(self) -> int:
         """Blocks that nobody uses and that hold cached content, pinned or not."""
-        return sum(self._free.num_in)
+        return len(self._free)
 
     @property
     def num_free(self) -> int:
@@ -127,7 +127,7 @@ class BlockPool:
 
     @property
     def num_clean(self) -> int:
-        """Blocks that are empty or clean, so that an allocation takes them at once."""
+        """Blocks that are empty, or due and clean, so that an allocation takes them at once."""
         return self.num_empty + self._free.num_clean
 
     @property
@@ -143,12 +143,12 @@ class BlockPool:
     @property
     def num_pinned(self) -> int:
         """Evictable blocks that are evicted last."""
-        return self._free.num_in[LAST]
+        return self._free.num_in(LAST)
 
     @property
     def num_duplicates(self) -> int:
         """Evictable blocks that are evicted first."""
-        return self._free.num_in[DUPLICATES]
+        return self._free.num_in(DUPLICATES)
 
     @property
     def num_young(self) -> int:
@@ -168,16 +168,17 @@ class BlockPool:
         """Return the evictable blocks in the order of eviction; slow, for tests and checks."""
         return iter(self._free)
 
-    def holds_young(self, block_hash: BlockHash) -> bool:
-        """Whether the block of this hash is ready, and in use or not among the next to be evicted.
+    def holds_young(self, hashes: Iterable[BlockHash | None]) -> list[bool]:
+        """Return which blocks are ready, and in use or not among the next to be evicted.
 
         The next ones are those whose turn has come, for an allocation or ahead of one, but not
         those that the floor of their tenant keeps.
         """
-        block = self._index.get(block_hash)
-        if block is None or not block.is_ready:
-            return False
-        return not block.rank or self._free.is_kept(block)
+        is_kept = self._free.is_kept
+        return [
+            block is not None and block.is_ready and (not block.rank or is_kept(block))
+            for block in map(self._index.get, hashes)  # type: ignore[arg-type]
+        ]
 
     def allocate(
         self,
@@ -212,10 +213,11 @@ class BlockPool:
             return Taken(None, [], num_kept)
         taken = [self._empty.popleft() for _ in range(num_empty)]
         evicted = self._unindex(victims)
+        for block in victims:
+            block.clear()
         taken += victims
         for block in taken:
             block.ref_count = 1
-            block.clear()
         return Taken(taken, evicted, num_kept)
 
     def evict_clean(self) -> Evicted:
@@ -240,7 +242,7 @@ class BlockPool:
         block.block_hash = block_hash
         block.tenant = tenant
         self._index[block_hash] = block
-        if self._free.floors:
+        if self._free.floors.by_tenant:
             self._free.floors.change(tenant).num_hashed += 1
         return block
 
@@ -293,15 +295,25 @@ class BlockPool:
             blocks: with users.
             after: the last step that may have used their memory for this user; 0 if none did.
         """
-        free = list[Block]()
+        rest = list[Block]()
+        is_plain = not (self._free.floors or self.pinned or self.prefetched)
+        lines, adds = self._free.young, [line.add for line in self._free.young]
         for block in blocks:
             assert block.ref_count > 0, block
-            block.last_step = after or block.last_step
+            if after:
+                block.last_step = after
             block.ref_count -= 1
-            if not block.ref_count:
-                free.append(block)
-        self._unindex([block for block in free if not block.is_ready])
-        self._append(free)
+            if block.ref_count:
+                continue
+            if is_plain and block.is_ready and block.block_hash is not None:
+                line = DUPLICATES if block.is_double else OTHERS
+                adds[line](block)  # same as `_append`, but faster
+                block.part, block.line = lines[line], line
+            else:
+                rest.append(block)
+        if rest:
+            self._unindex([block for block in rest if not block.is_ready])
+            self._append(rest)
 
     def pin(self, block: Block) -> None:
         """Keep a block's memory from reuse, even without a user; its place in the order stays."""
@@ -409,21 +421,28 @@ class BlockPool:
 
     def _append(self, blocks: Sequence[Block]) -> None:
         """Put free blocks at the young ends of their lines."""
-        pinned, prefetched = self.pinned, self.prefetched
-        lines: tuple[list[Block], ...] = ([], [], [])
-        for block in blocks:
-            if (block_hash := block.block_hash) is None:
-                if not block.pin_count:  # else `unpin` puts it there
-                    block.clear()
-                    self._empty.append(block)
-                continue
-            line = DUPLICATES if block.is_double else OTHERS
-            is_last = block_hash in pinned or (line == OTHERS and block_hash in prefetched)
-            if is_last and self.num_pinned + len(lines[LAST]) < self.most_pinned:
-                line = LAST
-            lines[line].append(block)
-        for line in LINES:
-            self._free.append(lines[line], line)
+        free = [block for block in blocks if block.block_hash is not None]
+        if len(free) < len(blocks):
+            empty = [it for it in blocks if it.block_hash is None and not it.pin_count]
+            for block in empty:  # `unpin` puts the others there
+                block.clear()
+            self._empty.extend(empty)
+        last = self._last_of(free) if self.pinned or self.prefetched else {}
+        if last:
+            free = [block for block in free if block not in last]
+        self._free.append([block for block in free if block.is_double], DUPLICATES)
+        self._free.append([block for block in free if not block.is_double], OTHERS)
+        self._free.append([*last], LAST)
+
+    def _last_of(self, blocks: Iterable[Block]) -> dict[Block, None]:
+        """Return which of these blocks are evicted last."""
+        wanted = (
+            block
+            for block in blocks
+            if block.block_hash in self.pinned
+            or (block.block_hash in self.prefetched and not block.is_double)
+        )
+        return dict.fromkeys(islice(wanted, max(0, self.most_pinned - self.num_pinned)))
 
     def _unindex(self, blocks: Iterable[Block]) -> Evicted:
         """Take blocks out of the index; return those that had a hash, each with it."""

@@ -292,7 +292,7 @@ class TieredCache:
             if block.source is not None:
                 chain.row.lost.setdefault(index, COMPUTED_SOONER)
             self._tiers.device.fill(block)
-            block.source = None
+            block.source, block.is_clean = None, False
         hashed = [index for index in computed if blocks[index].block_hash is not None]
         now = self._tiers.clock.now()
         entries = [
@@ -323,9 +323,18 @@ class TieredCache:
                 entry.disk_expires_at = float(until[entry.position])
         self._tiers.events.note_found(chain, {entry.block_hash for entry in beside})
         added = self._tiers.catalog.add_all(entries)
-        self._tiers.recheck(entry.block_hash for entry in added)
+        self._note_clean(chain, hashed)
         self._demoter.note_computed(added)
         self._lives.ask(beside)
+
+    def _note_clean(self, chain: Chain, computed: Sequence[int]) -> None:
+        """Note which blocks that were just computed host memory need not get."""
+        tiers, hashes = self._tiers, [chain.hashes[index] for index in computed]
+        pages = tiers.host.find(hashes)
+        tiers.recheck(it for it, page in zip(hashes, pages, strict=True) if page is not None)
+        for claim, part in chain.by_claim(computed):
+            if not tiers.catalog.may_enter(claim.retentions, Tier.HOST):
+                tiers.recheck(chain.hashes[index] for index in part)
 
     def seal(self, chain: Chain, block_hash: BlockHash) -> None:
         """Publish the private block behind the chain, which generated tokens have filled.

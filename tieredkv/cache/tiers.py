@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -201,7 +201,7 @@ class Tiers:
         entry = self.catalog.get(block_hash)
         if entry is None or entry.is_droppable:
             return True
-        return not self.catalog.may_enter(entry, Tier.HOST)
+        return not self.catalog.may_enter(entry.claims, Tier.HOST)
 
     def is_host_clean(self, block_hash: BlockHash) -> bool:
         """Return whether the disk is owed nothing, or the page is a duplicate anyway."""
@@ -212,10 +212,12 @@ class Tiers:
 
     def recheck(self, hashes: Iterable[BlockHash]) -> None:
         """Tell the pools whether these blocks are clean; called after a change that decides it."""
-        for block_hash in hashes:
-            if (block := self.device.lookup(block_hash)) is not None:
+        hashes = [*hashes]
+        found = zip(hashes, self.device.find(hashes), self.host.find(hashes), strict=True)
+        for block_hash, block, page in found:
+            if block is not None:
                 self.device.put_clean(block, self.is_device_clean(block_hash))
-            if (page := self.host.lookup(block_hash)) is not None:
+            if page is not None:
                 self.host.put_clean(page, self.is_host_clean(block_hash))
 
     def queue_write(self, block_hash: BlockHash) -> None:
@@ -233,16 +235,18 @@ class Tiers:
 
     def touch_pages(self, hashes: Iterable[BlockHash]) -> None:
         """Make the pages of a chain the youngest; those whose blocks VRAM keeps are duplicates."""
-        self.note_doubles(filter(None, self.host.find(hashes)))
-        self.host.touch(hashes)
+        if pages := [page for page in self.host.find(hashes) if page is not None]:
+            self.note_doubles(pages)
+            self.host.touch(hashes)
 
-    def note_doubles(self, pages: Iterable[Block]) -> None:
+    def note_doubles(self, pages: Sequence[Block]) -> None:
         """Note which pages are duplicates, of blocks that VRAM keeps for longer."""
-        for page in pages:
-            if (block_hash := page.block_hash) is not None:
-                is_double = self.device.holds_young(block_hash)
-                if page.is_double != is_double:
-                    page.is_double = is_double
+        owed = self.catalog.owed
+        are_double = self.device.holds_young([page.block_hash for page in pages])
+        for page, is_double in zip(pages, are_double, strict=True):
+            if page.is_double != is_double:
+                page.is_double = is_double
+                if (block_hash := page.block_hash) is not None and block_hash in owed:
                     self.host.put_clean(page, self.is_host_clean(block_hash))
 
     def acquire(self, blocks: Iterable[Block]) -> None:
@@ -298,7 +302,7 @@ class Tiers:
                 is_elsewhere = tier is Tier.HOST and self.device.lookup(block_hash) is not None
                 if block.is_clean and not (is_clean[tier](block_hash) or is_elsewhere):
                     raise IntegrityError(f"block {block.block_id} of {tier} is not clean")
-                if block.is_double and not self.device.holds_young(block_hash):
+                if block.is_double and not all(self.device.holds_young([block_hash])):
                     what = f"page {block.block_id} is a duplicate"
                     raise IntegrityError(f"{what}, but VRAM does not keep its block")
 
