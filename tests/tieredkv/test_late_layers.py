@@ -52,8 +52,9 @@ def claim_disk(rig: Rig, prefix: Chain) -> None:
 def drain(rig: Rig, prefix: Chain) -> None:
     claim_disk(rig, prefix)
     rig.turn()
-    rig.cache._demoter.queue_writes(HASHES)
-    rig.cache._demoter.write_queued()
+    rig.cache._demoter.is_draining = True
+    rig.cache._demoter.write_owed()
+    rig.cache._demoter.is_draining = False
 
 
 def send_to_disk(rig: Rig, prefix: Chain) -> None:

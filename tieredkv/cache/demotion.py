@@ -1,8 +1,15 @@
 """Copies blocks to slower tiers ahead of need: from VRAM to host memory, and from there to disk.
 
-Demotion keeps enough of the oldest blocks of VRAM, and all pages of host memory, clean (see
-`Tiers`), so that an allocation waits neither for PCIe nor for the disk. Blocks that cannot be
-demoted in time are dropped, the oldest first, and counted.
+Demotion keeps enough of the next blocks of VRAM, and all pages of host memory, clean (see `Tiers`),
+so that an allocation waits neither for PCIe nor for the disk. For that, each pool names the dirty
+ones in the order of eviction. Other blocks go down before their turn, for one of these reasons:
+
+    in use    running requests hold nearly all of VRAM, and will release many blocks at once
+    owed      more blocks are owed to the disk than a stop may leave to be written
+    draining  the engine stops, so that all that is owed is written
+    operator  an operator sends them down; see `departures`
+
+Blocks that cannot be demoted in time are dropped, the oldest first, and counted.
 
 Called by the engine's thread only.
 """
@@ -10,7 +17,7 @@ Called by the engine's thread only.
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import groupby, islice
 from operator import attrgetter
 
@@ -18,7 +25,7 @@ from tieredkv.cache.block import Block
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.disk_link import EARLY_SHARE, Write
 from tieredkv.cache.pool import BlockPool
-from tieredkv.cache.tiers import Tiers, Waiting, count_failure
+from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
 from tieredkv.types import BlockHash, BlockId, PageId, Tier
 
@@ -73,9 +80,7 @@ class Demoter:
         self._device_reserve = min(tiers.device_reserve_blocks, most)
         self._write_cap = max(1, tiers.host.num_blocks // 4)
         self._most_late = most_late(tiers.host.num_blocks, tiers.payload_bytes)
-        self._behind: Waiting = OrderedDict()  # owed to the disk
-        self._to_write = tiers.to_write
-        self._fresh: Waiting = OrderedDict()  # owed to host memory
+        self._computed: OrderedDict[BlockHash, None] = OrderedDict()  # lately; only VRAM has them
         self._num_noted = 0  # blocks computed since the last step
         self._num_copying = 0
         self.is_draining = False
@@ -85,8 +90,8 @@ class Demoter:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no block is being demoted or queued to be written."""
-        return not (self.is_moving or self._behind or self._to_write)
+        """Whether no block is being demoted or has to be written before its turn."""
+        return not self.is_moving and self._num_late <= 0
 
     @property
     def is_moving(self) -> bool:
@@ -98,24 +103,19 @@ class Demoter:
         """Whether copies to host memory are under way."""
         return self._num_copying > 0
 
-    @property
-    def num_to_write(self) -> int:
-        """How many blocks are queued to be written, or being written."""
-        return len(self._behind) + len(self._to_write) + self._disk_link.num_writing
-
     def note_change(self) -> None:
         """Note that there may be more room, or less: the next `pump` checks the reserves."""
         self._is_stale, self._is_circling = True, False
 
     def note_computed(self, entries: Iterable[Entry]) -> None:
-        """Queue blocks that were just computed for copies ahead of need."""
-        fresh = self._fresh
-        num_before = len(fresh)
+        """Note blocks that were just computed, so that they may go down before their turn."""
+        computed = self._computed
+        num_before = len(computed)
         for entry in entries:
-            fresh[entry.block_hash] = None
-        self._num_noted += len(fresh) - num_before
-        while len(fresh) > self._tiers.device.num_blocks:  # the oldest has been evicted
-            fresh.popitem(last=False)
+            computed[entry.block_hash] = None
+        self._num_noted += len(computed) - num_before
+        while len(computed) > self._tiers.device.num_blocks:  # the oldest has been evicted
+            computed.popitem(last=False)
         self._is_stale = True
 
     def pump(self) -> None:
@@ -126,8 +126,7 @@ class Demoter:
         """
         at_most = MAX_MOVES + 2 * self._num_noted
         self._num_noted, self.has_more = 0, False
-        self._queue_owed(at_most)
-        num_written = self._write_behind(at_most) if self._behind or self._to_write else 0
+        num_written = self._write_owed(at_most)
         if not self._is_stale:
             return
         self._is_stale = False
@@ -143,7 +142,7 @@ class Demoter:
         # once, and the next request needs them at once. Full blocks never change, so blocks in
         # use can be copied before they are released.
         if device.num_free < self._device_reserve:
-            self._keep_going(self._copy_first(self._fresh, self._is_owed_to_host, at_most), at_most)
+            self._keep_going(self._copy_used(at_most), at_most)
         if self._tiers.store is not None:
             if not self.is_draining:
                 self._give_up_late()
@@ -173,9 +172,10 @@ class Demoter:
         pages = self._dirty(self._tiers.host, num_ahead, min(at_most, room)) if room else []
         return self._write_out(pages)
 
-    def copy_down(self, blocks: list[Block]) -> None:
-        """Start copies of device blocks to host pages, as far as there is room."""
+    def send(self, blocks: list[Block], pages: list[Block]) -> None:
+        """Start copies of device blocks and writes of host pages, as far as there is room."""
         self._copy_out(blocks)
+        self._write_out(pages)
         self.note_change()
 
     def on_copied(self, began_at: float, pairs: list[tuple[Block, Block]]) -> None:
@@ -184,15 +184,17 @@ class Demoter:
         tiers.counters.note_move("device,host", began_at)
         tiers.counters.demoted_host_blocks += len(pairs)
         self._num_copying -= len(pairs)
+        landed = list[Block]()
         for block, page in pairs:
             block_hash = page.block_hash
             if block_hash is not None:  # if not, it expired or an operator evicted it
                 tiers.host.fill(page)
-                if self._may_queue and tiers.is_owed_to_disk(block_hash):
-                    self._to_write[block_hash] = None
                 tiers.recheck([block_hash])
+                if self._writes_soon and tiers.is_owed_to_disk(block_hash):
+                    landed.append(page)
             tiers.device.unpin(block)
-            tiers.release_pages([page])
+        self._write_out(landed)  # before others take their room
+        tiers.release_pages(page for _, page in pairs)
         self._is_stale = True
 
     def on_written(self, write: Write) -> None:
@@ -255,15 +257,12 @@ class Demoter:
                 tiers.recheck([entry.block_hash])
                 tiers.counters.demotions_dropped += 1
 
-    # A drain
+    def write_owed(self) -> None:
+        """Start as many writes of what is owed to the disk as there is room for.
 
-    def queue_writes(self, block_hashes: Iterable[BlockHash]) -> None:
-        """Queue blocks to be written in this order, and nothing else."""
-        self._behind = OrderedDict.fromkeys(block_hashes)
-
-    def write_queued(self) -> None:
-        """Start as many of the queued writes as there is room for, and the copies before them."""
-        self._write_behind(2 * self._write_cap)
+        Copies that have to come before a write are started, too.
+        """
+        self._write_owed(2 * self._write_cap)
         if not self.is_moving:  # pages whose turn is later fill the host tier
             self.write(self._tiers.host.num_blocks)
 
@@ -272,11 +271,6 @@ class Demoter:
         if (num_writing := self._disk_link.num_writing) > self._write_cap:
             what = f"{num_writing} pages are being written"
             raise IntegrityError(f"{what}, but at most {self._write_cap} may be")
-
-    def _is_owed_to_host(self, block_hash: BlockHash) -> bool:
-        """Return whether VRAM has the block and its eviction there would lose it."""
-        block = self._tiers.device.lookup(block_hash)
-        return block is not None and block.is_ready and not block.is_clean
 
     @property
     def _most_writing(self) -> int:
@@ -292,105 +286,96 @@ class Demoter:
         return self._most_writing - self._disk_link.num_writing
 
     @property
-    def _writes_soon(self) -> bool:
-        """Whether blocks are written to disk even if no allocation needs their room."""
-        return self.is_draining or len(self._tiers.catalog.owed) > self._most_owed
+    def _num_late(self) -> int:
+        """How many of the blocks that are owed to the disk have to be written before their turn."""
+        tiers = self._tiers
+        if tiers.store is None:
+            return 0
+        return len(tiers.catalog.owed) - self._most_owed
 
     @property
-    def _may_queue(self) -> bool:
-        """Whether blocks are written soon, and few enough are queued; others are queued later."""
-        has_room = self.is_draining or len(self._to_write) < self._most_writing
-        return self._writes_soon and has_room
+    def _writes_soon(self) -> bool:
+        """Whether blocks are written to disk even if no allocation needs their room."""
+        return self._num_late > 0
 
     @property
     def _most_owed(self) -> int:
         """How many blocks may wait to be written until an allocation needs their room."""
         tiers = self._tiers
-        if tiers.is_write_behind:
+        if tiers.is_write_behind or self.is_draining:
             return 0
         rate = self._disk_link.write_rate.steady
         return int(EARLY_SHARE * tiers.drain_timeout_s * rate / tiers.payload_bytes)
-
-    def _queue_owed(self, at_most: int) -> None:
-        """Queue the oldest blocks that are owed to the disk, if more are than may wait.
-
-        Those that are queued go behind the others, in case that they are still owed once the queue
-        is empty. A block whose write was given up is left for a stop, or until it is used again.
-        """
-        tiers, owed = self._tiers, self._tiers.catalog.owed
-        num_late = len(owed) - self._most_owed - self.num_to_write - self._num_copying
-        if tiers.store is None or num_late <= 0:
-            return
-        for block_hash in list(islice(owed, min(num_late, at_most))):
-            if tiers.is_owed_to_disk(block_hash):
-                owed.move_to_end(block_hash)
-                self._behind[block_hash] = None
-            else:  # its claim has ended
-                del owed[block_hash]
-                tiers.recheck([block_hash])
 
     def _keep_going(self, num_started: int, at_most: int) -> None:
         """Set `has_more` if a step started as many moves as it may."""
         if num_started >= at_most:
             self._is_stale = self.has_more = True
 
-    def _write_behind(self, at_most: int) -> int:
-        """Start copies and writes for the first blocks that are owed to the disk.
+    def _write_owed(self, at_most: int) -> int:
+        """Start the writes, and the copies before them, of the first blocks that are late.
+
+        What is under way, or cannot go down yet, goes behind the others of the list. A copy is
+        started only if its page can be written at once when it lands.
 
         Returns:
             How many writes were started.
         """
-        num_moved = 0
-        if len(self._to_write) < at_most:
-            num_moved = self._copy_first(self._behind, self._tiers.is_owed_to_disk, at_most)
-        num_written = self._write_first(at_most)
-        self.has_more = self.has_more or max(num_moved, num_written) >= at_most
+        tiers, owed = self._tiers, self._tiers.catalog.owed
+        num_moving = self._num_copying + self._disk_link.num_writing
+        num_late, room = self._num_late - num_moving, self._write_room - self._num_copying
+        most = min(num_late, room, at_most)
+        if most <= 0:
+            return 0
+        pages, blocks = list[Block](), list[Block]()
+        looks = min(num_late + num_moving, LOOKS_PER_MOVE * at_most)
+        for block_hash in [*islice(owed, looks)]:
+            if len(pages) + len(blocks) >= most:
+                break
+            if not tiers.is_owed_to_disk(block_hash):  # its claim has ended
+                del owed[block_hash]
+                tiers.recheck([block_hash])
+                continue
+            owed.move_to_end(block_hash)
+            page, block = tiers.host.lookup(block_hash), tiers.device.lookup(block_hash)
+            if page is not None and page.is_ready and not page.pin_count:
+                pages.append(page)
+            elif page is None and block is not None and block.is_whole:
+                blocks.append(block)
+        num_written, num_copied = self._write_out(pages), self._copy_out(blocks)
+        self._put_first(owed, [block for block in blocks if not block.pin_count])
+        self.has_more = self.has_more or max(num_written, num_copied) >= at_most
         return num_written
 
-    def _copy_first(
-        self, wanted: Waiting, is_owed: Callable[[BlockHash], bool], at_most: int
-    ) -> int:
-        """Start copies of the first blocks of `wanted`; return how many were started.
+    def _copy_used(self, at_most: int) -> int:
+        """Start copies of the first computed blocks into empty pages; return how many.
 
-        Blocks whose copy is started leave the queue, and so do blocks that are no longer owed. A
-        block that has a host page is queued to be written. If only the bound on examined blocks
-        ended the search, `at_most` is returned.
+        Blocks that host memory has, or is not owed, leave the list. If only the bound on examined
+        blocks ended the search, `at_most` is returned.
         """
-        tiers, blocks, num_looks = self._tiers, list[Block](), 0
-        while wanted and len(blocks) < at_most and num_looks < LOOKS_PER_MOVE * at_most:
-            block_hash, _ = wanted.popitem(last=False)
+        tiers, computed, blocks, num_looks = self._tiers, self._computed, list[Block](), 0
+        while computed and len(blocks) < at_most and num_looks < LOOKS_PER_MOVE * at_most:
+            block_hash, _ = computed.popitem(last=False)
             num_looks += 1
-            if not is_owed(block_hash):
+            block = tiers.device.lookup(block_hash)
+            if block is None or block.is_clean or not block.is_ready:
                 continue
-            page, block = tiers.host.lookup(block_hash), tiers.device.lookup(block_hash)
-            if page is not None:
-                if page.is_ready and self._writes_soon:  # if not, the move that fills it continues
-                    tiers.queue_write(block_hash)
-            elif block is not None and block.is_ready:
+            if tiers.host.lookup(block_hash) is None:
                 blocks.append(block)
-        num_started = self._copy_out(blocks, only_empty=wanted is self._fresh)
+        num_started = self._copy_out(blocks, only_empty=True)
         left = [block for block in blocks if not block.pin_count]
-        for block in left if tiers.shares else reversed(left):
-            assert block.block_hash is not None, block
-            wanted[block.block_hash] = None
-            if not tiers.shares:  # with shares, no tenant waits for another's room
-                wanted.move_to_end(block.block_hash, last=False)
-        is_full = num_looks == LOOKS_PER_MOVE * at_most and not left
-        return at_most if is_full else num_started
+        self._put_first(computed, left)
+        return at_most if num_looks == LOOKS_PER_MOVE * at_most and not left else num_started
 
-    def _write_first(self, at_most: int) -> int:
-        """Start writes of the first queued blocks that have a page; return how many."""
-        tiers, pages, queued = self._tiers, list[Block](), list[BlockHash]()
-        room = min(at_most, self._write_room)
-        while self._to_write and len(pages) < room:
-            block_hash, _ = self._to_write.popitem(last=False)
-            queued.append(block_hash)
-            page = tiers.host.lookup(block_hash)
-            if page is not None and page.is_ready and tiers.is_owed_to_disk(block_hash):
-                pages.append(page)
-        num_begun = self._write_out(pages)
-        tiers.recheck(queued)
-        return num_begun
+    def _put_first(self, waiting: OrderedDict[BlockHash, None], left: list[Block]) -> None:
+        """Have blocks for which there was no room be the first again.
+
+        With shares they are the last, so that no tenant waits for another's room.
+        """
+        for block in left if self._tiers.shares else reversed(left):
+            assert block.block_hash is not None, block
+            waiting[block.block_hash] = None
+            waiting.move_to_end(block.block_hash, last=bool(self._tiers.shares))
 
     def _dirty(self, pool: BlockPool, num_ahead: int, at_most: int = sys.maxsize) -> list[Block]:
         """Return the oldest blocks of a pool to move down so that `num_ahead` blocks are clean."""

@@ -70,7 +70,8 @@ class Departures:
 
     def pump(self) -> None:
         """Drop the upper copies of blocks that have arrived, and start the moves of others."""
-        tiers, now, to_copy = self._tiers, time.monotonic(), list[Block]()
+        tiers, now = self._tiers, time.monotonic()
+        blocks, pages = list[Block](), list[Block]()
         for block_hash in list(islice(self._waiting, MAX_LOOKS)):
             departure = self._waiting.pop(block_hash)
             entry = tiers.catalog.get(block_hash)
@@ -85,9 +86,9 @@ class Departures:
                 tiers.drop_copy(Tier.HOST, block_hash, "admin")
             elif not entry.is_droppable:  # else its write was given up
                 self._waiting[block_hash] = departure
-                if has_page:
-                    tiers.queue_write(block_hash)
+                if page is not None and page.is_ready:
+                    pages.append(page)
                 elif page is None and block is not None and block.is_ready:
-                    to_copy.append(block)
-        if to_copy:
-            self._demoter.copy_down(to_copy)
+                    blocks.append(block)
+        if blocks or pages:
+            self._demoter.send(blocks, pages)

@@ -73,24 +73,18 @@ class Drainer:
         Returns:
             How many blocks were not written; blocks that were dropped meanwhile do not count.
         """
-        tiers, demoter = self._tiers, self._demoter
+        tiers, demoter, owed = self._tiers, self._demoter, self._tiers.catalog.owed
         tiers.recheck(tiers.catalog.try_again())
-        entries, is_over = self._owed(), False
+        entries = self._owed()
+        for entry in reversed(entries):
+            owed.move_to_end(entry.block_hash, last=False)
         demoter.is_draining = True
-        to_write = [*tiers.to_write]
-        tiers.to_write.clear()
-        tiers.recheck(to_write)
-        while entries and not is_over and time.monotonic() < deadline:
-            owed = [each.block_hash for each in entries if tiers.is_owed_to_disk(each.block_hash)]
-            demoter.queue_writes(owed)
-            is_over = not owed
-            while not demoter.is_idle and time.monotonic() < deadline:
-                self._poll()
-                meanwhile()
-                demoter.write_queued()
-                num_done = max(0, len(entries) - demoter.num_to_write)
-                progress("writing to disk", num_done, len(entries))
-                time.sleep(POLL_S)
+        while not demoter.is_idle and time.monotonic() < deadline:
+            self._poll()
+            meanwhile()
+            demoter.write_owed()
+            progress("writing to disk", max(0, len(entries) - len(owed)), len(entries))
+            time.sleep(POLL_S)
         demoter.is_draining = False
         held = (tiers.catalog.get(entry.block_hash) for entry in entries)
         return sum(

@@ -1,7 +1,7 @@
 """The tiers, the links between them and the counters that promotion and demotion share."""
 
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -26,9 +26,6 @@ from tieredkv.types import BlockHash, Tier
 logger = logging.getLogger(__name__)
 
 SEEN_S = 3600.0
-
-Waiting = OrderedDict[BlockHash, None]
-"""A queue of blocks to be moved down, each of them once; a block leaves when its move starts."""
 
 _LOST = "a block that was promised to the disk has left memory without a copy there (%s)"
 
@@ -74,7 +71,6 @@ class Tiers:
         pools: the pools of the two RAM tiers.
         events: what appears in the tiers and leaves them, for followers outside.
         prefetched: blocks that were prefetched, and for how many queued requests; evicted last.
-        to_write: blocks whose pages are written to disk next.
         presence: which blocks the disk has, as it has told.
         on_loaded: called with the hashes of blocks that were copied to VRAM.
         num_promoting: blocks that are being copied to VRAM, or are next; their pages are duplicates
@@ -104,7 +100,6 @@ class Tiers:
     pools: dict[Tier, BlockPool] = field(init=False)
     events: BlockEvents = field(init=False)
     prefetched: Counter[BlockHash] = field(default_factory=Counter)
-    to_write: Waiting = field(default_factory=OrderedDict)
     num_promoting: int = 0
     presence: Presence = field(default_factory=Presence)
     on_loaded: Callable[[Iterable[BlockHash]], object] = lambda hashes: None
@@ -208,7 +203,7 @@ class Tiers:
         if block_hash not in self.catalog.owed or not self.is_owed_to_disk(block_hash):
             return True
         page = self.host.lookup(block_hash)
-        return block_hash not in self.to_write and page is not None and page.is_double
+        return page is not None and page.is_double
 
     def recheck(self, hashes: Iterable[BlockHash]) -> None:
         """Tell the pools whether these blocks are clean; called after a change that decides it."""
@@ -219,11 +214,6 @@ class Tiers:
                 self.device.put_clean(block, self.is_device_clean(block_hash))
             if page is not None:
                 self.host.put_clean(page, self.is_host_clean(block_hash))
-
-    def queue_write(self, block_hash: BlockHash) -> None:
-        """Have the page of a block written next."""
-        self.to_write[block_hash] = None
-        self.recheck([block_hash])
 
     # Pages
 
