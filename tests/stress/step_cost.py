@@ -276,7 +276,7 @@ def _blocks_of_floors(entries: int) -> Steps:
     """
     engine = _Engine(entries)
     owner, other = b"owner...", b"other..."
-    engine.tiers.give_shares({owner: 1.0})
+    engine.tiers.shares.give({owner: 1.0})
     engine.fill(entries, "in_memory", owner)
     stream = engine.request_chain(1, "in_memory", other)
     while True:

@@ -409,7 +409,7 @@ def test_a_64th_of_host_memory_may_be_late_and_more_of_a_small_one() -> None:
 
 def test_late_blocks_within_the_floor_of_a_tenant_are_not_given_up_for_others() -> None:
     rig = Rig(num_blocks=8, num_pages=64)
-    rig.tiers.give_shares({b"a": 0.5, b"b": 0.5})
+    rig.tiers.shares.give({b"a": 0.5, b"b": 0.5})
     rig.store.is_held = True
     for number in range(7):
         rig.run_without_disk(f"a/promised {number}", 4)

@@ -6,7 +6,7 @@ from tests.engine.test_scheduler import SIZE, Loop
 from tests.fake_store import Rig
 from tests.waiting import deadline, wait_until
 from tieredkv.cache import lookups, room
-from tieredkv.cache.tiers import SEEN_S
+from tieredkv.cache.shares import SEEN_S
 from tieredkv.types import Tier
 
 
@@ -62,27 +62,27 @@ def test_a_flood_takes_what_is_above_the_floor_and_no_more() -> None:
 
 def test_shares_that_an_operator_gave_count_and_others_share_the_rest() -> None:
     rig = Rig(num_blocks=20, num_pages=8, has_store=False)
-    rig.tiers.give_shares({b"quiet": 0.6})
+    rig.tiers.shares.give({b"quiet": 0.6})
     rig.run("quiet/a", 12, "in_memory")
     rig.run("other/a", 4, "in_memory")
     flood(rig, num_blocks=200, retention="in_memory")
-    assert rig.tiers.shares == {b"quiet": 0.6, b"other": 0.2, b"flood": 0.2}
+    assert rig.tiers.shares.by_tenant == {b"quiet": 0.6, b"other": 0.2, b"flood": 0.2}
     assert rig.run("quiet/a", 12) + rig.run("other/a", 4) == 0
-    rig.tiers.give_shares({b"other": 0.5})
-    assert rig.tiers.shares == {b"quiet": 0.25, b"other": 0.5, b"flood": 0.25}
+    rig.tiers.shares.give({b"other": 0.5})
+    assert rig.tiers.shares.by_tenant == {b"quiet": 0.25, b"other": 0.5, b"flood": 0.25}
     assert rig.tiers.device.floors[b"other"] == 10
 
 
 def test_one_tenant_alone_has_no_floor_and_two_have_until_one_was_not_seen_for_an_hour() -> None:
     rig = Rig(num_blocks=16, num_pages=8)
     rig.run("quiet/a", 8)
-    assert rig.tiers.shares == rig.tiers.device.floors == rig.store.shares == {}
+    assert rig.tiers.shares.by_tenant == rig.tiers.device.floors == rig.store.shares == {}
     rig.run("flood/a", 4)
-    assert rig.tiers.shares == rig.store.shares == {b"quiet": 0.5, b"flood": 0.5}
+    assert rig.tiers.shares.by_tenant == rig.store.shares == {b"quiet": 0.5, b"flood": 0.5}
     assert rig.tiers.host.floors == {b"quiet": 4, b"flood": 4}
     rig.clock.moment += SEEN_S
     flood(rig, num_blocks=64)
-    assert rig.tiers.shares == rig.tiers.device.floors == {}
+    assert rig.tiers.shares.by_tenant == rig.tiers.device.floors == {}
     assert rig.on_device("quiet/a", 8) == []
 
 
@@ -108,7 +108,7 @@ def test_dirty_blocks_beside_floors_are_waited_for_and_dropped_and_nobody_is_stu
     rig = Rig(num_blocks=16, num_pages=4)
     rig.store.reason = "io_error"
     rig.run("quiet/a", 8)
-    rig.tiers.note_tenant(b"flood")
+    rig.tiers.shares.note_request(b"flood")
     for index in range(12):
         rig.run_without_disk(f"flood/{index}", 6)
     assert rig.on_device("quiet/a", 8) == list(range(8))
@@ -184,7 +184,7 @@ def test_a_request_that_waits_for_room_is_tried_again_though_another_tenant_foun
 
 def test_a_running_request_that_waits_for_copies_is_preempted_by_no_other_tenants_refusal() -> None:
     loop = Loop(rig := Rig(num_blocks=16, num_pages=16, has_store=False))
-    rig.tiers.give_shares({b"alice": 6 / 16, b"bob": 10 / 16})
+    rig.tiers.shares.give({b"alice": 6 / 16, b"bob": 10 / 16})
     loop.add("alice", 6 * SIZE, tenant="alice")
     loop.run()
     loop.add("bob 0", 2 * SIZE, seed=1, tenant="bob")
@@ -208,14 +208,14 @@ def test_a_running_request_that_waits_for_copies_is_preempted_by_no_other_tenant
 
 def test_a_refused_request_is_tried_again_once_another_tenants_floor_is_lower() -> None:
     rig = Rig(num_blocks=16, num_pages=16, has_store=False)
-    rig.tiers.give_shares({b"alice": 0.5, b"bob": 0.5})
+    rig.tiers.shares.give({b"alice": 0.5, b"bob": 0.5})
     rig.run("alice/a", 8, "in_memory")
     assert rig.cache.flush(Tier.HOST, deadline=deadline())
     rig.run("alice/a", 8, "in_memory")
     other = rig.start("bob/a", 4)
     bob = rig.queue("bob/b", 6)
     assert not rig.admit(bob) and not rig.cache._room.is_coming(bob)
-    rig.tiers.give_shares({b"alice": 0.25, b"bob": 0.75})
+    rig.tiers.shares.give({b"alice": 0.25, b"bob": 0.75})
     assert rig.admit(bob)
     rig.finish(bob)
     rig.finish(other)
@@ -227,7 +227,7 @@ def test_the_tenant_that_exceeds_its_floor_the_most_is_preempted_and_not_the_lar
     first: str,
 ) -> None:
     loop = Loop(rig := Rig(num_blocks=8, num_pages=16, has_store=False))
-    rig.tiers.give_shares({b"alice": 6 / 8, b"bob": 2 / 8})
+    rig.tiers.shares.give({b"alice": 6 / 8, b"bob": 2 / 8})
     num_tokens = {"alice": 4 * SIZE, "bob": 2 * SIZE}
     for tenant in sorted(num_tokens, key=lambda each: each != first):
         loop.add(tenant, num_tokens[tenant], seed=len(tenant), max_tokens=6, tenant=tenant)
@@ -241,7 +241,7 @@ def test_the_tenant_that_exceeds_its_floor_the_most_is_preempted_and_not_the_lar
 
 def test_a_request_that_the_step_computes_already_is_not_preempted_for_another() -> None:
     loop = Loop(rig := Rig(num_blocks=8, num_pages=16, has_store=False))
-    rig.tiers.give_shares({b"alice": 6 / 8, b"bob": 2 / 8})
+    rig.tiers.shares.give({b"alice": 6 / 8, b"bob": 2 / 8})
     loop.add("bob", 4 * SIZE, seed=1, max_tokens=6, tenant="bob")
     loop.add("alice", 3 * SIZE - 2, seed=2, max_tokens=6, tenant="alice")
     computed = [[row.request.request_id for row in loop.step()] for _ in range(4)]

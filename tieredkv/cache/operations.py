@@ -66,7 +66,7 @@ class Operations:
 
     def set_shares(self, shares: Mapping[bytes, float]) -> None:
         """Set the part of every tier that each tenant keeps, by the operator's wish."""
-        self._tiers.give_shares(shares)
+        self._tiers.shares.give(shares)
 
     def evict(
         self, is_wanted: ChooseBlock, only: Collection[Tier] | None = None, *, is_dry: bool = False

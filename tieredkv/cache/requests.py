@@ -129,7 +129,7 @@ class TieredCache:
 
     def arrive(self, chain: Chain) -> None:
         """Ask every tier for the whole chain of a queued request, and prefetch some of it."""
-        self._tiers.note_tenant(chain.tenant)
+        self._tiers.shares.note_request(chain.tenant)
         missing = self._hits.begin(chain)
         self._ask(chain, missing)
         self._use(chain, missing)

@@ -2,9 +2,8 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any
 
 from tieredkv.cache.block import Block, Content
@@ -17,6 +16,7 @@ from tieredkv.cache.events import BlockEvents
 from tieredkv.cache.free_list import DUPLICATES
 from tieredkv.cache.pool import BlockPool, Evicted
 from tieredkv.cache.presence import Presence
+from tieredkv.cache.shares import Shares
 from tieredkv.clock import Clock
 from tieredkv.config import Restore
 from tieredkv.errors import IntegrityError
@@ -24,8 +24,6 @@ from tieredkv.tier import BackingTier
 from tieredkv.types import BlockHash, Tier
 
 logger = logging.getLogger(__name__)
-
-SEEN_S = 3600.0
 
 _LOST = "a block that was promised to the disk has left memory without a copy there (%s)"
 
@@ -66,8 +64,7 @@ class Tiers:
         device_reserve_blocks: how many device blocks to keep clean ahead of need.
         load_timeout_s: a block that the disk has not loaded within this time is computed.
         compute_rate: of the device.
-        shares: reserved fraction of each tier per tenant: the operator's, else an equal split of
-            what is left; empty while there is only one tenant.
+        shares: what is reserved for tenants.
         pools: the pools of the two RAM tiers.
         events: what appears in the tiers and leaves them, for followers outside.
         prefetched: blocks that were prefetched, and for how many queued requests; evicted last.
@@ -94,8 +91,7 @@ class Tiers:
     load_timeout_s: float = 30.0
     counters: CacheCounters = field(default_factory=CacheCounters)
     compute_rate: ComputeRate = field(default_factory=lambda: ComputeRate(8192))
-    shares: dict[bytes, float] = field(default_factory=dict)
-    _given: Mapping[bytes, float] = field(default_factory=dict)
+    shares: Shares = field(init=False)
     disk_link: DiskLink = field(init=False)
     pools: dict[Tier, BlockPool] = field(init=False)
     events: BlockEvents = field(init=False)
@@ -103,11 +99,11 @@ class Tiers:
     num_promoting: int = 0
     presence: Presence = field(default_factory=Presence)
     on_loaded: Callable[[Iterable[BlockHash]], object] = lambda hashes: None
-    _seen: dict[bytes, float] = field(default_factory=dict)  # in the order of the last requests
 
     def __post_init__(self) -> None:
         self.disk_link = DiskLink(self.store, self.payload_bytes, self.counters)
         self.pools = {Tier.DEVICE: self.device, Tier.HOST: self.host}
+        self.shares = Shares(self.pools.values(), self.store, self.clock)
         self.events = BlockEvents(self.device, self.host, self.block_size, self.counters)
         for pool in self.pools.values():
             pool.pinned, pool.prefetched = self.catalog.pinned, self.prefetched
@@ -121,32 +117,6 @@ class Tiers:
     def can_load(self) -> bool:
         """Whether blocks are promoted."""
         return self.restore != "compute"
-
-    def note_tenant(self, tenant: bytes) -> None:
-        """Note a tenant's request; each tenant of the last hour has a floor in every tier."""
-        now, seen = self.clock.now(), self._seen
-        is_known = seen.pop(tenant, None) is not None
-        seen[tenant] = now  # it is the last one now
-        gone = list(takewhile(lambda each: now - seen[each] >= SEEN_S, seen))
-        for each in gone:
-            del seen[each]
-        if gone or not is_known:
-            self._share_out()
-
-    def give_shares(self, shares: Mapping[bytes, float]) -> None:
-        """Set the tenants' reserved fractions that the operator wants."""
-        self._given = shares
-        self._share_out()
-
-    def _share_out(self) -> None:
-        rest = 1 - sum(self._given.values())
-        equal = rest / max(1, len(self._seen.keys() - self._given))
-        shares = {**dict.fromkeys(self._seen, equal), **self._given}
-        self.shares = shares if len(shares) > 1 else {}
-        for pool in self.pools.values():
-            pool.floors = {tenant: int(it * pool.num_blocks) for tenant, it in self.shares.items()}
-        if self.store is not None:
-            self.store.shares = self.shares
 
     def is_in_ram(self, block_hash: BlockHash) -> bool:
         """Return whether VRAM or host memory has a copy of the block, or one is on its way to VRAM.
