@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from tests.fake_store import Rig, chain_of, root_of
-from tieredkv.cache import block_lists, catalog, departed, inspections, operations
+from tieredkv.cache import block_lists, catalog, inspections, operations
 from tieredkv.config import Settings
 from tieredkv.engine import chains, slices, verbs
 from tieredkv.engine.chains import Chains
@@ -39,7 +39,7 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_lists, "PART_BLOCKS", AT_MOST)
     for module in (catalog, chains, inspections):
         monkeypatch.setattr(module, "PIECE_BLOCKS", AT_MOST)
-    for module in (chains, departed, operations, verbs):
+    for module in (chains, operations, verbs):
         monkeypatch.setattr(module, "SCANNED_BLOCKS", AT_MOST)
 
 

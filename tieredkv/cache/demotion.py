@@ -91,7 +91,7 @@ class Demoter:
     @property
     def is_idle(self) -> bool:
         """Whether no block is being demoted or has to be written before its turn."""
-        return not self.is_moving and self._num_late <= 0
+        return not self.is_moving and self._num_overdue <= 0
 
     @property
     def is_moving(self) -> bool:
@@ -286,7 +286,7 @@ class Demoter:
         return self._most_writing - self._disk_link.num_writing
 
     @property
-    def _num_late(self) -> int:
+    def _num_overdue(self) -> int:
         """How many of the blocks that are owed to the disk have to be written before their turn."""
         tiers = self._tiers
         if tiers.store is None:
@@ -296,7 +296,7 @@ class Demoter:
     @property
     def _writes_soon(self) -> bool:
         """Whether blocks are written to disk even if no allocation needs their room."""
-        return self._num_late > 0
+        return self._num_overdue > 0
 
     @property
     def _most_owed(self) -> int:
@@ -313,7 +313,7 @@ class Demoter:
             self._is_stale = self.has_more = True
 
     def _write_owed(self, at_most: int) -> int:
-        """Start the writes, and the copies before them, of the first blocks that are late.
+        """Start the writes, and the copies before them, of the first blocks that are overdue.
 
         What is under way, or cannot go down yet, goes behind the others of the list. A copy is
         started only if its page can be written at once when it lands.
@@ -323,12 +323,12 @@ class Demoter:
         """
         tiers, owed = self._tiers, self._tiers.catalog.owed
         num_moving = self._num_copying + self._disk_link.num_writing
-        num_late, room = self._num_late - num_moving, self._write_room - self._num_copying
-        most = min(num_late, room, at_most)
+        num_overdue, room = self._num_overdue - num_moving, self._write_room - self._num_copying
+        most = min(num_overdue, room, at_most)
         if most <= 0:
             return 0
         pages, blocks = list[Block](), list[Block]()
-        looks = min(num_late + num_moving, LOOKS_PER_MOVE * at_most)
+        looks = min(num_overdue + num_moving, LOOKS_PER_MOVE * at_most)
         for block_hash in [*islice(owed, looks)]:
             if len(pages) + len(blocks) >= most:
                 break
