@@ -485,6 +485,18 @@ def keep_doubled(pool: BlockPool, *names: str) -> list[Block]:
     return chain
 
 
+def test_clean_blocks_that_are_evicted_last_do_not_stand_for_dirty_ones(pool: BlockPool) -> None:
+    pool.pinned = {name("b"), name("c")}
+    (waiting,) = keep(pool, "a")
+    keep(pool, "b", "c")
+    put_dirty(pool, "a")
+    pool.allocate(pool.num_empty)
+    pool.look_ahead(3, 3)
+    assert pool.num_clean == 2
+    assert pool.allocate(2).blocks is None
+    assert dirty(pool, 2) == [waiting]
+
+
 def test_duplicates_are_evicted_before_others_and_the_most_recently_used_first(
     pool: BlockPool, evicted: Evicted
 ) -> None:

@@ -77,7 +77,8 @@ class FreeList:
         self._dirty = Lru(), Lru(), Lru()
         self._late, self._spared = Lru(), Lru()
         first, others, last = self._dirty
-        self._waiting = first, self._late, others, self._spared, last
+        self._waiting_in = (first,), (self._late, others, self._spared), (last,)  # by line
+        self._waiting = tuple(chain(*self._waiting_in))
         self._num_ranks = 0
         self._last_evicted = 0  # the highest rank of the evicted blocks of the line of others
 
@@ -390,8 +391,15 @@ class FreeList:
             num_ahead: how many due blocks shall be clean afterwards, or be read by a copy.
             at_most: how many blocks to return at most.
         """
-        num = min(num_ahead - self.num_ready, at_most)
-        return [*islice(chain(*self._waiting), max(0, num))]
+        found = list[Block]()
+        for line, parts in enumerate(self._waiting_in):
+            num_ahead -= self._num_due[line] - sum(map(len, parts))
+            some = [*islice(chain(*parts), max(0, min(num_ahead, at_most - len(found))))]
+            found += some
+            num_ahead -= len(some)
+            if num_ahead <= 0 or self.young[line]:  # those of the next lines do not replace them
+                break
+        return found
 
     def check(self, hashed: Iterable[Block]) -> None:
         """Raise IntegrityError if an invariant is broken; `hashed` are all hashed blocks."""
