@@ -104,7 +104,7 @@ class EngineCore:
         self._launched: _Launched | None = None
         self._seeds = random.Random(settings.seed)
         self._is_closed = self._is_issued = self._is_stalled = False
-        self._spare_s = 0.0  # for so long there is no need to issue the next step
+        self._slack_s = 0.0  # for so long there is no need to issue the next step
         self.on_logits: Callable[[str, torch.Tensor], None] | None = None
         with contextlib.ExitStack() as stack:
             self.parts = parts = build(settings, stack, progress=progress, wake=self.wake)
@@ -200,7 +200,7 @@ class EngineCore:
             self._collect()
         else:
             self._take_in()
-            if self._spare_s > 0:
+            if self._slack_s > 0:
                 self.scheduler.prepare()
                 self.cache.refresh()
                 self.cache.pump()
@@ -215,7 +215,7 @@ class EngineCore:
         if self._rate_file is not None:
             self._rate_file.keep()
         busy_s = self.scheduler.busy_s = self._timer.busy_s()
-        self._spare_s = busy_s - ISSUE_AHEAD_S - ISSUE_AHEAD_SHARE * self._timer.issued_s
+        self._slack_s = busy_s - ISSUE_AHEAD_S - ISSUE_AHEAD_SHARE * self._timer.issued_s
 
     def _issue(self) -> None:
         """Issue the next step; while the device computes it, take in the tokens of the last one."""
@@ -236,7 +236,7 @@ class EngineCore:
     def wait(self, timeout_s: float) -> None:
         """Wait for a `wake`, for a copy that ends, or for the timeout; return at once if busy."""
         wakeup_at = time.monotonic() + min(timeout_s, self._wakeup_s())
-        poll_s = LINK_POLL_S if self._spare_s > 0 else TRANSFER_POLL_S
+        poll_s = LINK_POLL_S if self._slack_s > 0 else TRANSFER_POLL_S
         while not self._wake.is_set() and (left_s := wakeup_at - time.monotonic()) > 0:
             if self.cache.has_copied:
                 break
@@ -246,17 +246,17 @@ class EngineCore:
     def _wakeup_s(self) -> float:
         """Return in how many seconds there is something to do, if nothing wakes the thread."""
         cache = self.cache
-        is_early, is_restoring = self._spare_s > 0, cache.is_restoring
+        is_early, is_recalling = self._slack_s > 0, cache.is_recalling
         is_stepping = self._launched is not None or (not self._is_stalled and bool(self._requests))
         if self.verbs.slices.has_more or (not is_early and (is_stepping or cache.has_more)):
             return 0.0
         if is_early:
-            polls = is_restoring or cache.has_more or cache.is_copying
-            return LINK_POLL_S if polls else min(self._spare_s, PLAN_AGAIN_S)
+            polls = is_recalling or cache.has_more or cache.is_copying
+            return LINK_POLL_S if polls else min(self._slack_s, PLAN_AGAIN_S)
         held_until = self.scheduler.held_until
         held_s = held_until - time.monotonic() if held_until else math.inf
         # A link that stalls sends no event.
-        return min(held_s, PLAN_AGAIN_S if is_restoring else math.inf)
+        return min(held_s, PLAN_AGAIN_S if is_recalling else math.inf)
 
     def wake(self) -> None:
         """End a `wait`; any thread may call it."""

@@ -152,11 +152,11 @@ class Scheduler:
         self.is_short, self._makes_room = False, may_preempt
         # Long chunks are computed a little faster, and no other request waits for their end.
         # While blocks are being loaded, what to compute next should be decided more often.
-        is_alone = len(self.running) + len(self.waiting) == 1 and not self.cache.is_restoring
+        is_alone = len(self.running) + len(self.waiting) == 1 and not self.cache.is_recalling
         budget = self.max_num_alone_tokens if is_alone else self.max_num_batched_tokens
         step, has_room = StepPlan(self.cache, self.block_size), True
         order = sorted(self.running, key=self._rank)
-        if self.cache.is_restoring:
+        if self.cache.is_recalling:
             self._plan()
         num_decodes = bisect_left(order, True, key=lambda r: r.is_prefilling)
         busy = {each.asked.tenant for each in order[num_decodes:] if self._is_long(each)}
@@ -363,7 +363,7 @@ class Scheduler:
             request.admitted_at = request.admitted_at or time.monotonic()
             request.table_key = next(self._table_keys)
             self.running.append(request)
-            if self.cache.is_restoring:
+            if self.cache.is_recalling:
                 self._plan()
             else:
                 self._is_unplanned = True

@@ -128,12 +128,12 @@ class StepPlan:
     def _end_before_others(self, chain: Chain, start: int, end: int) -> int:
         """Return where it ends so that nobody else fills, or has filled, a block of it."""
         size, last = self._block_size, self._last_block(chain, end)
-        stop = self._cache.stop(chain, start // size, last)
-        for index in range(start // size, stop):
+        first_loaded = self._cache.first_loaded(chain, start // size, last)
+        for index in range(start // size, first_loaded):
             block = chain.blocks[index]
             if block.is_ready or block.is_copying or block.block_id in self._claimed:
                 return index * size
-        return end if stop == last else stop * size
+        return end if first_loaded == last else first_loaded * size
 
     def _last_block(self, chain: Chain, end: int) -> int:
         """Return the index behind the last block of the chain that has tokens before `end`."""

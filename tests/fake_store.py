@@ -365,7 +365,7 @@ class Rig:
         """Plan for the running requests, and for the queued ones that prefetch something."""
         self.admitted = [prefix for prefix in self.admitted if prefix.blocks]
         size = self.tiers.block_size
-        queued = [each for each in self.cache._restores.chains if each not in self.admitted]
+        queued = [each for each in self.cache._recalls.chains if each not in self.admitted]
         requests = [
             RequestProgress(prefix, size * self._num_ready(prefix), size * len(prefix.hashes))
             for prefix in [*self.admitted, *queued]
@@ -442,7 +442,7 @@ class Rig:
 
     def may_compute(self, prefix: Chain, index: int) -> bool:
         """Return whether a step may compute a block that is not ready."""
-        is_left = self.cache.stop(prefix, index, index + 1) == index
+        is_left = self.cache.first_loaded(prefix, index, index + 1) == index
         return not (prefix.blocks[index].is_copying or is_left)
 
     def can_go_on(self, prefix: Chain) -> bool:

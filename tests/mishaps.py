@@ -478,5 +478,5 @@ class UnluckyEngine:
             assert time.monotonic() < give_up_at, "a block is never moved to the end"
         assert (tiers.device.num_used, tiers.host.num_used) == (0, 0)
         assert (tiers.disk_link.num_reading, tiers.disk_link.num_writing) == (0, 0)
-        assert not core.cache.is_restoring
+        assert not core.cache.is_recalling
         assert tiers.prefetched.total() == 0

@@ -315,7 +315,7 @@ def test_what_only_queued_requests_load_is_planned_in_each_step(
     loop.add("queued", 25, seed=2)
     rig.store.answer(0)
     loop.step()
-    assert rig.cache.is_restoring
+    assert rig.cache.is_recalling
     num_before = len(plans)
     for _ in range(3):
         loop.step()
@@ -633,7 +633,7 @@ def test_only_a_brief_request_has_longer_ones_left_out(monkeypatch: pytest.Monke
     loop.scheduler._admit(StepPlan(loop.rig.cache, SIZE), 1, set())
     # A brief request waits for blocks, and so do the longer ones, behind their next block.
     monkeypatch.setattr(Scheduler, "_comes_soon", lambda *_: True)
-    monkeypatch.setattr(loop.rig.cache, "stop", lambda _prefix, first, _end: first + 1)
+    monkeypatch.setattr(loop.rig.cache, "first_loaded", lambda _prefix, first, _end: first + 1)
     assert sizes_of(loop.step()) == {"long 1": SIZE, "long 2": SIZE}
 
 

@@ -14,8 +14,8 @@ from tieredkv.cache.catalog import Catalog
 from tieredkv.cache.chain import BlockClaim, Chain
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.pool import BlockPool
+from tieredkv.cache.recalls import RequestProgress
 from tieredkv.cache.requests import TieredCache
-from tieredkv.cache.restores import RequestProgress
 from tieredkv.cache.stretches import stretches
 from tieredkv.cache.tiers import Tiers
 from tieredkv.kernels.copies import BlockCopier
@@ -88,7 +88,7 @@ class WholeCache:
                 break
             self._step()
         for _ in range(MANY_STEPS):
-            if cache.is_restoring:
+            if cache.is_recalling:
                 cache.plan([RequestProgress(prefix, 0, len(hashes))])
             self._compute(prefix)
             if all(prefix.blocks[each].is_ready for each in prefix.row.awaited):
@@ -113,7 +113,7 @@ class WholeCache:
             while first < last:
                 end = first
                 if not (blocks[first].is_ready or blocks[first].is_copying):
-                    end = self.cache.stop(prefix, first, last)
+                    end = self.cache.first_loaded(prefix, first, last)
                 if end > first:
                     self.cache.complete(prefix, first, end)
                 first = max(end, first + 1)

@@ -60,7 +60,7 @@ class Timeline:
         core, tiers, timer = self._core, self._core.parts.tiers, self._core._timer
         store, link, rate = tiers.store, tiers.device_link, tiers.disk_link.read_rate
         assert store is not None
-        divide, launch, load = core.cache._restores.divide, core._launch, store.load
+        divide, launch, load = core.cache._recalls.divide, core._launch, store.load
         promote, end, timed = link.promote, LinkRate.end, list[Any]()
 
         def note_divide(demands: Any, planner: Any) -> Any:
@@ -92,7 +92,7 @@ class Timeline:
 
         with contextlib.ExitStack() as stack:
             for where, name, function in (
-                (core.cache._restores, "divide", note_divide),
+                (core.cache._recalls, "divide", note_divide),
                 (core, "_launch", note_launch),
                 (LinkRate, "end", note_end),
                 (store, "load", counted("read", load)),

@@ -46,7 +46,7 @@ def test_a_decoding_request_restores_nothing() -> None:
     for _ in range(5):
         rig.turn()
     assert all(block.is_ready for block in prefix.blocks)
-    assert not rig.cache.is_restoring, "its restore has ended with its last block"
+    assert not rig.cache.is_recalling, "its recall has ended with its last block"
 
 
 def test_blocks_are_read_once_though_requests_hand_them_over_twice() -> None:

@@ -15,8 +15,8 @@ from tieredkv.cache.catalog import Catalog
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.device_link import MIN_SPLIT_BYTES, DeviceLink
 from tieredkv.cache.pool import BlockPool
+from tieredkv.cache.recalls import RequestProgress
 from tieredkv.cache.requests import TieredCache
-from tieredkv.cache.restores import RequestProgress
 from tieredkv.cache.tiers import Tiers
 from tieredkv.engine.kv_digests import KVDigests
 from tieredkv.kernels.copies import BlockCopier

@@ -371,7 +371,7 @@ def test_nothing_is_copied_into_a_block_that_a_step_will_compute() -> None:
     rig = Rig(restore="auto")
     prefix = rig.start("a", 3)
     rig.cache.claim(prefix, 0, 1)
-    assert [rig.cache._restores.is_open(each) for each in prefix.hashes] == [False, True, True]
+    assert [rig.cache._recalls.is_open(each) for each in prefix.hashes] == [False, True, True]
     rig.finish(prefix)
 
 

@@ -3,7 +3,7 @@
 The engine uses only `requests.TieredCache`, and for operators `operations.Operations`. The former
 admits requests, each with its `chain` and a `row` of what is true of its blocks, which `hits`
 fills from what the tiers have. It takes in moves that have ended and starts the next ones:
-`promotion` copies blocks to faster tiers, `demotion` copies them to slower ones. `restores` records
+`promotion` copies blocks to faster tiers, `demotion` copies them to slower ones. `recalls` records
 what requests want from slower tiers, and `plan` decides which part of it is computed instead, by
 the measured `link_rate` and `compute_rate`. `tiers` has the pools and tells them which blocks are
 clean, and the `free_list` of a pool says which one is evicted next, by one of the `orders`.

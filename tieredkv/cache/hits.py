@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from tieredkv.cache.block import Block
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.lookups import Lookups
-from tieredkv.cache.restores import Restores
+from tieredkv.cache.recalls import Recalls
 from tieredkv.cache.row import LOADABLE, State
 from tieredkv.cache.tiers import Tiers
 from tieredkv.types import BlockHash, Tier
@@ -27,12 +27,12 @@ class Hits:
 
     Args:
         tiers: the tiers.
-        restores: take what slower tiers have.
+        recalls: take what slower tiers have.
         lookups: what the disk has answered.
     """
 
-    def __init__(self, tiers: Tiers, restores: Restores, lookups: Lookups) -> None:
-        self._tiers, self._restores, self._lookups = tiers, restores, lookups
+    def __init__(self, tiers: Tiers, recalls: Recalls, lookups: Lookups) -> None:
+        self._tiers, self._recalls, self._lookups = tiers, recalls, lookups
 
     def look(self, chain: Chain) -> list[BlockHash]:
         """Note which blocks of a queued request's chain the disk has; return those RAM lacks.
@@ -116,7 +116,7 @@ class Hits:
             if chain.is_on_disk(index, now) and not tiers.is_in_ram(block_hash):
                 is_coming = tiers.disk_link.is_coming(block_hash)
                 row.find(index, State.READING if is_coming else State.AT_DISK)
-        self._restores.want(chain, end=len(hashes))
+        self._recalls.want(chain, end=len(hashes))
 
     def take(self, chain: Chain, found: list[Block | None], fresh: Iterator[Block]) -> None:
         """Fill a request's table with the blocks that were found and with fresh blocks.
@@ -126,14 +126,14 @@ class Hits:
         """
         tiers, tenant, blocks, until = self._tiers, chain.tenant, chain.blocks, chain.disk_until
         end, now, is_coming = 0, tiers.clock.now(), tiers.disk_link.is_coming
-        brought = {*chain.row.indices(State.COMING)}  # while the request waited for room
+        coming = {*chain.row.indices(State.COMING)}  # while the request waited for room
         states = bytearray([_COMPUTE]) * len(chain.hashes)
         hashes = chain.hashes[: len(found)]
         pages = tiers.host.find(hashes) if tiers.can_load else [None] * len(found)
         for index, (block, block_hash, page) in enumerate(zip(found, hashes, pages, strict=True)):
             state = _COMPUTE
             if block is not None:
-                if block.is_ready and index not in brought:
+                if block.is_ready and index not in coming:
                     state = _FOUND
                 elif block.is_ready or block.is_copying:
                     state = _COMING
@@ -157,7 +157,7 @@ class Hits:
             blocks.append(next(fresh))
             # Where the hash is known, the block stays private.
             tiers.device.insert(blocks[-1], block_hash, tenant)
-        self._restores.want(chain, end=end)
+        self._recalls.want(chain, end=end)
 
     def why_missed(self, chain: Chain, index: int) -> str:
         """Return why a block of an admitted request had to be computed."""

@@ -1,14 +1,14 @@
 """Copies blocks to faster tiers: from disk to a host page, and from there to a device block.
 
-What is copied, and in which order, stand in the requests' restores (see `restores`). Reads and
-copies are started from a restore's last block on. What the links cannot take yet is held back, so
+What is copied, and in which order, stand in the requests' recalls (see `recalls`). Reads and
+copies are started from a recall's last block on. What the links cannot take yet is held back, so
 that the plan may still change.
 
 Each device block has one writer. A copy is started only into a block of which nothing is computed,
 and a block into which a copy was started is not computed. A read from disk fills a host page only:
 if the block was computed meanwhile, the page stays in host memory and no copy is started.
 
-A page that is read into stays held until the disk link returns it, whatever becomes of the restore.
+A page that is read into stays held until the disk link returns it, whatever becomes of the recall.
 
 Called by the engine's thread only.
 """
@@ -29,7 +29,7 @@ from tieredkv.cache.device_link import MIN_MEASURED_BYTES
 from tieredkv.cache.disk_link import Read
 from tieredkv.cache.link_rate import Probes
 from tieredkv.cache.plan import Demand, LinkLoad, Planner, Split
-from tieredkv.cache.restores import HOST, RequestProgress, Restore, Restores
+from tieredkv.cache.recalls import HOST, Recall, Recalls, RequestProgress
 from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
@@ -82,7 +82,7 @@ class Promoter:
     something is being written. What was prefetched may take half of the pages, and is evicted last
     until the requests are admitted.
 
-    Invariants (`check`): those of the restores; reads stay within the cap; no block is queued for
+    Invariants (`check`): those of the recalls; reads stay within the cap; no block is queued for
     two copies.
 
     Args:
@@ -90,18 +90,18 @@ class Promoter:
         admitted: the chains of all admitted requests.
 
     Attributes:
-        restores: what requests want.
+        recalls: what requests want.
         has_more: whether more could be started at once, but for the bounds of one call.
     """
 
     def __init__(self, tiers: Tiers, admitted: Collection[Chain]) -> None:
         self._tiers, self._admitted = tiers, admitted
         self._disk_link, self._device_link = tiers.disk_link, tiers.device_link
-        self.restores = Restores(tiers)
+        self.recalls = Recalls(tiers)
         self._to_copy: list[tuple[Block, Block]] = []
         self._lacks_page = False  # the last read found no page
         self._read_probes, self._copy_probes = Probes(), Probes()
-        self._spare: list[Block] = []  # blocks into which pages are copied to measure the link
+        self._probed: list[Block] = []  # blocks into which pages are copied to measure the link
         self.has_more = False
         # Pages that reads and copies up may hold together.
         self._inbound_cap = max(1, tiers.host.num_blocks // 2)
@@ -120,26 +120,26 @@ class Promoter:
     # Plan
 
     def plan(self, requests: Sequence[RequestProgress], busy_s: float) -> list[Planned]:
-        """Divide the restores between computing and loading, and start what is to be loaded.
+        """Divide the recalls between computing and loading, and start what is to be loaded.
 
         Args:
-            requests: see `Restores.demands`.
+            requests: see `Recalls.demands`.
             busy_s: for how long the device is busy with the steps that it was given.
 
         Returns:
             What is planned for each request; nothing if there is nothing to divide or to predict.
         """
-        if not self.restores and self._tiers.restore != "auto":
+        if not self.recalls and self._tiers.restore != "auto":
             return []
         self._give_up_late()
-        demands = self.restores.demands(requests)
+        demands = self.recalls.demands(requests)
         splits = self._divide(demands, busy_s)
         self.pump()
         if self._lacks_page:
             splits = self._divide(demands, busy_s)
         return [
-            Planned(restore is not None, split.done_s)
-            for (_, restore), split in zip(demands, splits, strict=True)
+            Planned(recall is not None, split.done_s)
+            for (_, recall), split in zip(demands, splits, strict=True)
         ]
 
     def first_copied(self, chain: Chain, in_host: Sequence[int]) -> int:
@@ -162,28 +162,28 @@ class Promoter:
     def _give_up_late(self) -> None:
         """Have blocks computed that have not come from disk in time; their pages stay on loan."""
         tiers = self._tiers
-        for block_hash, index in self.restores.give_up_late().items():
+        for block_hash, index in self.recalls.give_up_late().items():
             self._disk_link.cancel(block_hash)
             tiers.catalog.departed.note(block_hash, "load_timeout")
             self._lose(block_hash, index, "load_timeout")
             count_failure(tiers.counters.load_failures, "timeout", _FAILED)
 
     def _divide(
-        self, demands: Sequence[tuple[Demand, Restore | None]], busy_s: float
+        self, demands: Sequence[tuple[Demand, Recall | None]], busy_s: float
     ) -> list[Split]:
         now = time.monotonic()
         planner = self.planner(busy_s, now)
         logged = None
         if logger.isEnabledFor(logging.DEBUG):
             logged = plan_log.before(planner, self._tiers.compute_rate, [it for it, _ in demands])
-        splits = self.restores.divide(demands, planner)
+        splits = self.recalls.divide(demands, planner)
         if logged is not None:
             # As text at once, since the lists of the demands change.
             logger.debug("plan %s", str(msgspec.structs.replace(logged, splits=splits)))
-        first = next((each for each in self.restores.order if each.has(State.AT_DISK)), None)
+        first = next((each for each in self.recalls.order if each.has(State.AT_DISK)), None)
         if first is not None and not first.reads_next:
             self.probe(first.chain, first.chain.row.indices(State.AT_DISK))
-        first = next((each for each in self.restores.order if each.has(State.AT_HOST)), None)
+        first = next((each for each in self.recalls.order if each.has(State.AT_HOST)), None)
         if first is not None and first.is_admitted and not first.copies_next:
             self._probe_copies(now)
         return splits
@@ -236,21 +236,21 @@ class Promoter:
         Nobody waits for them, and it does not matter what the pages hold.
         """
         tiers, link = self._tiers, self._device_link
-        if self._spare or tiers.num_promoting or not self._copy_probes.is_due(link.up_rate, now):
+        if self._probed or tiers.num_promoting or not self._copy_probes.is_due(link.up_rate, now):
             return
         count = min(tiers.host.num_blocks, -(-PROBE_COPY_BYTES // tiers.payload_bytes))
         if count * tiers.payload_bytes < MIN_MEASURED_BYTES:
             return
-        self._spare = tiers.allocate(Tier.DEVICE, count, tenant=NO_TENANT) or []
-        if self._spare:
+        self._probed = tiers.allocate(Tier.DEVICE, count, tenant=NO_TENANT) or []
+        if self._probed:
             self._copy_probes.note_probe(link.up_rate, now)
-            pairs = [(PageId(i), BlockId(it.block_id)) for i, it in enumerate(self._spare)]
-            after = max(block.last_step for block in self._spare)
+            pairs = [(PageId(i), BlockId(it.block_id)) for i, it in enumerate(self._probed)]
+            after = max(block.last_step for block in self._probed)
             link.promote(pairs, (time.perf_counter(), ()), after=after)
 
     def _end_probe(self) -> None:
-        spare, self._spare = self._spare, []
-        self._tiers.device.release(spare)
+        probed, self._probed = self._probed, []
+        self._tiers.device.release(probed)
 
     def pump(self, away_s: float = 0.0) -> bool:
         """Start the reads and copies that the plan wants and that there is room for.
@@ -264,23 +264,23 @@ class Promoter:
         link, now, num_begun = self._disk_link, time.monotonic(), 0
         self._lacks_page = self.has_more = False
         room = link.most_reads(now, away_s) - link.num_reading
-        for restore in self.restores.order:
-            if restore.copies_next:
-                self._copy_pages(restore, self.num_copies_left)
-            while restore.reads_next:
-                if self._needs_no_read(restore):
+        for recall in self.recalls.order:
+            if recall.copies_next:
+                self._copy_pages(recall, self.num_copies_left)
+            while recall.reads_next:
+                if self._needs_no_read(recall):
                     continue
                 if num_begun >= room or self._lacks_page:
                     break
                 if num_begun == MAX_READS:
                     self.has_more = True
                     break
-                index = restore.chain.row.last(State.AT_DISK)
-                if not link.may_read(now) or not self._begin(restore.chain, index, now):
+                index = recall.chain.row.last(State.AT_DISK)
+                if not link.may_read(now) or not self._begin(recall.chain, index, now):
                     break
                 num_begun += 1
-                restore.is_begun = True
-                restore.chain.row.read(index)
+                recall.is_begun = True
+                recall.chain.row.read(index)
         if num_begun:
             self._read_probes.note_use(link.read_rate)
         link.send()
@@ -330,7 +330,7 @@ class Promoter:
             tiers.recheck([block_hash])
             block = tiers.device.lookup(block_hash)
             is_wanted = self._copy_if_wanted(page, block_hash, Tier.DISK)
-            self.restores.note_read(block_hash, index, is_copying=is_wanted)
+            self.recalls.note_read(block_hash, index, is_copying=is_wanted)
             if (
                 not is_wanted
                 and block is not None
@@ -344,7 +344,7 @@ class Promoter:
             told = _MISS_REASONS.get(reason, "corrupt")
             tiers.catalog.departed.note(block_hash, told, read.until)
             self._lose(block_hash, index, told)
-            self.restores.note_read(block_hash, index, is_copying=False)
+            self.recalls.note_read(block_hash, index, is_copying=False)
             if (entry := tiers.catalog.get(block_hash)) is not None:  # it was computed meanwhile
                 tiers.note_not_on_disk(entry)
             if page.block_hash is not None:
@@ -385,7 +385,7 @@ class Promoter:
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
-        self.restores.check()
+        self.recalls.check()
         if (num_reading := self._disk_link.num_reading) > self._inbound_cap:
             raise IntegrityError(f"{num_reading} pages read, cap {self._inbound_cap}")
         targets = [block for _, block in self._to_copy]
@@ -394,16 +394,16 @@ class Promoter:
 
     # Inside
 
-    def _copy_pages(self, restore: Restore, at_most: int) -> None:
-        """Copy a restore's last blocks in host memory, unless they were evicted meanwhile.
+    def _copy_pages(self, recall: Recall, at_most: int) -> None:
+        """Copy a recall's last blocks in host memory, unless they were evicted meanwhile.
 
-        The pages are held for the restore already, and then for the copies.
+        The pages are held for the recall already, and then for the copies.
         """
-        chain, row, unwanted = restore.chain, restore.chain.row, list[Block]()
+        chain, row, unwanted = recall.chain, recall.chain.row, list[Block]()
         catalog, now = self._tiers.catalog, self._tiers.clock.now()
         copies: list[tuple[Block, Block]] = []
         in_host = row.indices(State.AT_HOST)
-        first = max(bisect_left(in_host, restore.host_split), len(in_host) - at_most)
+        first = max(bisect_left(in_host, recall.host_split), len(in_host) - at_most)
         row.copy(in_host[first:])
         for index in in_host[first:]:
             page, block = row.pages.pop(index), chain.blocks[index]
@@ -423,19 +423,19 @@ class Promoter:
         self._tiers.num_promoting += len(copies)
         self._to_copy += copies
 
-    def _needs_no_read(self, restore: Restore) -> bool:
-        """Return whether a restore's last block on disk needs no read; copy it if it has a page."""
-        row = restore.chain.row
-        block_hash = restore.chain.hashes[index := row.last(State.AT_DISK)]
+    def _needs_no_read(self, recall: Recall) -> bool:
+        """Return whether a recall's last block on disk needs no read; copy it if it has a page."""
+        row = recall.chain.row
+        block_hash = recall.chain.hashes[index := row.last(State.AT_DISK)]
         if self._disk_link.is_reading(block_hash):
             row.read(index)
             return True
         page = self._tiers.host.lookup(block_hash)
         if page is not None and page.is_ready:
-            restore.is_begun |= self._copy_if_wanted(page, block_hash, Tier.HOST)
+            recall.is_begun |= self._copy_if_wanted(page, block_hash, Tier.HOST)
             row.leave([index])
             return True
-        if restore.is_admitted and not self.restores.is_open(block_hash):
+        if recall.is_admitted and not self.recalls.is_open(block_hash):
             row.leave([index])
             return True
         return False
@@ -481,7 +481,7 @@ class Promoter:
             block_hash: of the block.
             source: the tier whose bytes the request waits for.
         """
-        if not self.restores.is_open(block_hash):
+        if not self.recalls.is_open(block_hash):
             return False
         block = self._tiers.device.lookup(block_hash)
         assert block is not None

@@ -35,7 +35,7 @@ from tieredkv.cache.lives import Lives
 from tieredkv.cache.lookups import Lookups
 from tieredkv.cache.operations import Operations
 from tieredkv.cache.promotion import Promoter
-from tieredkv.cache.restores import RequestProgress
+from tieredkv.cache.recalls import RequestProgress
 from tieredkv.cache.room import Room
 from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers
@@ -103,7 +103,7 @@ class TieredCache:
         self._tiers = tiers
         self._admitted: dict[Chain, None] = {}
         self._promoter = Promoter(tiers, self._admitted.keys())
-        self._restores = self._promoter.restores
+        self._recalls = self._promoter.recalls
         self._demoter = Demoter(tiers)
         self._forecasts = Forecasts()
         self._departures = Departures(tiers, self._demoter)
@@ -111,7 +111,7 @@ class TieredCache:
         self._touches = Touches(tiers, self._demoter, self._lives)
         self._drainer = Drainer(tiers, self._demoter, self.poll)
         self._lookups = Lookups(tiers)
-        self._hits = Hits(tiers, self._restores, self._lookups)
+        self._hits = Hits(tiers, self._recalls, self._lookups)
         self._expiry = Expiry(tiers)
         self._room = Room(tiers, self._promoter, self._demoter, self._hits.readable, self.poll)
         self.operations = Operations(tiers, self._promoter, self._demoter, self._departures)
@@ -366,7 +366,7 @@ class TieredCache:
         self._tiers.touch_pages(chain.hashes)
         after = self._tiers.device_link.num_steps
         self._tiers.device.release(chain.blocks[::-1], after=after)
-        self._restores.forget(chain)
+        self._recalls.forget(chain)
         chain.blocks = []
         chain.block_ids = array("i")
         chain.disk_until = []
@@ -392,7 +392,7 @@ class TieredCache:
             The CUDA event that the late layers of the step have to wait for; None if there is none.
         """
         late_event = self._tiers.device_link.late_event
-        if self._restores and issue_s:
+        if self._recalls and issue_s:
             self._promoter.pump(issue_s)
         self._forecasts.note_step(ending if self._plans else (), done_s)
         return late_event
@@ -407,9 +407,9 @@ class TieredCache:
         self._tiers.device_link.note_step()
 
     @property
-    def is_restoring(self) -> bool:
+    def is_recalling(self) -> bool:
         """Whether a request has blocks to load or waits for some, so that `plan` is of use."""
-        return bool(self._restores)
+        return bool(self._recalls)
 
     def plan(
         self, requests: Sequence[RequestProgress], *, busy_s: float = 0.0, num_read_beside: int = 0
@@ -436,11 +436,11 @@ class TieredCache:
 
     def is_due(self, chain: Chain, seconds: float) -> bool:
         """Return whether what is loaded for a request arrives within this time, by the plan."""
-        return self._restores.is_due(chain, seconds)
+        return self._recalls.is_due(chain, seconds)
 
-    def stop(self, chain: Chain, first: int, end: int) -> int:
+    def first_loaded(self, chain: Chain, first: int, end: int) -> int:
         """Return the first of the blocks `[first, end)` that is left to the links, or `end`."""
-        return self._restores.stop(chain, first, end)
+        return self._recalls.first_loaded(chain, first, end)
 
     def poll(self, *, may_start_early: bool = False) -> None:
         """Take in the copies, reads and writes that have ended since the last call.
@@ -460,8 +460,8 @@ class TieredCache:
             self._demoter.note_change()
         for began_at, pairs in demoted:
             self._demoter.on_copied(began_at, pairs)
-        for told in tiers.disk_link.poll():
-            self._handlers[type(told)](told)
+        for event in tiers.disk_link.poll():
+            self._handlers[type(event)](event)
 
     def refresh(self) -> None:
         """Refresh some blocks of the chains that were used, and note what the disk has told.

@@ -1,11 +1,11 @@
 """What requests lack in VRAM and slower tiers hold, and which part of it is computed instead.
 
-The blocks that a request lacks in VRAM and that a slower tier holds are its restore. `divide`
-splits each restore: blocks before the split are computed, blocks from it on are left to the links.
+The blocks that a request lacks in VRAM and that a slower tier holds are its recall. `divide`
+splits each recall: blocks before the split are computed, blocks from it on are left to the links.
 
-Requests that share blocks share the decision: what may be loaded stands in the restore of the
-request that was admitted first, and `stop` asks the restores of all. When that request ends, the
-others take over what is left.
+Requests that share blocks share the decision: what may be loaded stands in the recall of the
+request that was admitted first, and `first_loaded` asks the recalls of all. When that request ends,
+the others take over what is left.
 
 This module starts no read and no copy. It does not know what the links have under way, but for the
 blocks that are coming from disk.
@@ -36,11 +36,11 @@ HOST, DISK = 0, 1
 
 
 @dataclass(slots=True, eq=False)
-class Restore:
+class Recall:
     """What slower tiers hold of one request's chain, and VRAM does not.
 
     Attributes:
-        end: index behind the last block that it waits for, here or in a restore that it shares.
+        end: index behind the last block that it waits for, here or in a recall that it shares.
         give_up_at: when blocks that have not come from disk are computed; infinite while the
             request is queued.
         split: blocks before it are computed; blocks from it on are left to the links. Nothing is
@@ -107,28 +107,28 @@ class RequestProgress(NamedTuple):
     num_tokens: int
 
 
-class Restores:
-    """The restores of all requests, and how they are divided between computing and loading.
+class Recalls:
+    """The recalls of all requests, and how they are divided between computing and loading.
 
     Invariants (`check`): a block that a request waits for as being read is being read; only an
     admitted request holds pages.
 
     Attributes:
-        order: all restores, in the order in which they are loaded.
+        order: all recalls, in the order in which they are loaded.
     """
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
-        self._restores: dict[Chain, Restore] = {}
-        self.order: list[Restore] = []
+        self._recalls: dict[Chain, Recall] = {}
+        self.order: list[Recall] = []
 
     def __len__(self) -> int:
-        return len(self._restores)
+        return len(self._recalls)
 
     @property
     def chains(self) -> list[Chain]:
-        """The chains that have a restore, the oldest first."""
-        return list(self._restores)
+        """The chains that have a recall, the oldest first."""
+        return list(self._recalls)
 
     def is_open(self, block_hash: BlockHash) -> bool:
         """Return whether requests hold a block for these bytes into which nothing was written."""
@@ -140,23 +140,23 @@ class Restores:
     # Requests
 
     def want(self, chain: Chain, *, end: int) -> None:
-        """Restore blocks of an admitted request, or prefetch those of a queued one.
+        """Recall blocks of an admitted request, or prefetch those of a queued one.
 
-        Without any block to wait for, the request has no restore any more.
+        Without any block to wait for, the request has no recall any more.
 
         Args:
             chain: of the request; its row tells what can be loaded.
-            end: index behind the last block that is missing, here or in a restore that it shares.
+            end: index behind the last block that is missing, here or in a recall that it shares.
         """
-        if chain in self._restores:  # of the request while it was queued
-            self.order.remove(self._restores.pop(chain))
+        if chain in self._recalls:  # of the request while it was queued
+            self.order.remove(self._recalls.pop(chain))
         if not end:
             return
         timeout_s = self._tiers.load_timeout_s if chain.blocks else float("inf")
-        restore = Restore(chain, end, give_up_at=time.monotonic() + timeout_s)
-        self._restores[chain] = restore
-        self.order.append(restore)
-        if restore.is_admitted:
+        recall = Recall(chain, end, give_up_at=time.monotonic() + timeout_s)
+        self._recalls[chain] = recall
+        self.order.append(recall)
+        if recall.is_admitted:
             host = self._tiers.host
             in_host = chain.row.indices(State.AT_HOST)
             pages = host.find(map(chain.hashes.__getitem__, in_host))
@@ -164,21 +164,21 @@ class Restores:
             host.acquire(chain.row.pages.values())
 
     def forget(self, chain: Chain) -> None:
-        """End the restore of a request; admitted requests that share its blocks take them over."""
-        restore = self._restores.pop(chain, None)
-        if restore is None:
+        """End the recall of a request; admitted requests that share its blocks take them over."""
+        recall = self._recalls.pop(chain, None)
+        if recall is None:
             return
-        self.order.remove(restore)
-        if restore.is_admitted:
-            for other in self._restores.values():
+        self.order.remove(recall)
+        if recall.is_admitted:
+            for other in self._recalls.values():
                 if other.is_admitted:
-                    self._hand_over(restore, other)
+                    self._hand_over(recall, other)
         self._tiers.release_pages(chain.row.pages.values())
         chain.row.pages = {}
 
-    def _hand_over(self, restore: Restore, other: Restore) -> None:
-        """Move the blocks that two requests share from a restore that ends to another one."""
-        ours, theirs = restore.chain, other.chain
+    def _hand_over(self, recall: Recall, other: Recall) -> None:
+        """Move the blocks that two requests share from a recall that ends to another one."""
+        ours, theirs = recall.chain, other.chain
         shared = num_shared(ours.hashes, theirs.hashes)
         for state in LOADABLE:
             indices = ours.row.indices(state)
@@ -191,18 +191,18 @@ class Restores:
             ours.row.leave(ending)
             theirs.row.take_over(passed, ours.row, state)
             if passed:
-                other.split = min(other.split, restore.split)
-                other.host_split = min(other.host_split, restore.host_split)
+                other.split = min(other.split, recall.split)
+                other.host_split = min(other.host_split, recall.host_split)
             for index in passed:
                 theirs.disk_until[index] = ours.disk_until[index]
                 other.end = max(other.end, index + 1)
 
     # Plan
 
-    def demands(self, requests: Sequence[RequestProgress]) -> list[tuple[Demand, Restore | None]]:
-        """Return what requests need, each with its restore if it has one.
+    def demands(self, requests: Sequence[RequestProgress]) -> list[tuple[Demand, Recall | None]]:
+        """Return what requests need, each with its recall if it has one.
 
-        Restores of admitted requests that are not among them have ended.
+        Recalls of admitted requests that are not among them have ended.
 
         Args:
             requests: all admitted requests that have tokens of their prompts to compute, and the
@@ -210,100 +210,100 @@ class Restores:
         """
         needy = {chain for chain, _, _ in requests}
         for chain in self.chains:
-            if self._restores[chain].is_admitted and chain not in needy:
+            if self._recalls[chain].is_admitted and chain not in needy:
                 self.forget(chain)
         size = self._tiers.block_size
-        demands: list[tuple[Demand, Restore | None]] = []
-        planned: list[Restore] = []
+        demands: list[tuple[Demand, Recall | None]] = []
+        planned: list[Recall] = []
         for chain, num_computed, num_tokens in requests:
-            if (restore := self._restores.get(chain)) is not None:
-                self._tidy(restore, num_computed // size)
+            if (recall := self._recalls.get(chain)) is not None:
+                self._tidy(recall, num_computed // size)
             shared = (num_shared(chain.hashes, each.chain.hashes) for each in planned)
             num_covered = min(num_tokens, size * max(shared, default=0))
-            restore = self._restores.get(chain)
+            recall = self._recalls.get(chain)
             demand = Demand(max(num_computed, num_covered), num_tokens, ready=chain.row.there)
-            if restore is not None:
+            if recall is not None:
                 demand = demand._replace(
-                    loads=restore.loads,
-                    is_begun=restore.is_begun,
-                    loaded_to=0 if restore.is_given_up else restore.end,
+                    loads=recall.loads,
+                    is_begun=recall.is_begun,
+                    loaded_to=0 if recall.is_given_up else recall.end,
                 )
-                planned.append(restore)
-            demands.append((demand, restore))
-        self.order = planned + [it for it in self._restores.values() if it not in planned]
+                planned.append(recall)
+            demands.append((demand, recall))
+        self.order = planned + [it for it in self._recalls.values() if it not in planned]
         return demands
 
     def divide(
-        self, demands: Iterable[tuple[Demand, Restore | None]], planner: Planner
+        self, demands: Iterable[tuple[Demand, Recall | None]], planner: Planner
     ) -> list[Split]:
-        """Set the split of each restore, in the order of service; return the splits."""
+        """Set the split of each recall, in the order of service; return the splits."""
         splits, now = [], time.monotonic()
-        for demand, restore in demands:
+        for demand, recall in demands:
             splits.append(planner.split(demand))
-            if restore is not None:
-                restore.split, restore.host_split = splits[-1].block, splits[-1].steady_block
-                restore.due_at = now + splits[-1].load_s
+            if recall is not None:
+                recall.split, recall.host_split = splits[-1].block, splits[-1].steady_block
+                recall.due_at = now + splits[-1].load_s
                 if self._tiers.restore == "load":
-                    restore.split = restore.host_split = restore.first
-                    restore.due_at = math.inf
+                    recall.split = recall.host_split = recall.first
+                    recall.due_at = math.inf
         return splits
 
     def is_due(self, chain: Chain, seconds: float) -> bool:
         """Return whether what is loaded for a request arrives within this time, by the plan."""
-        restore = self._restores.get(chain)
-        return restore is None or restore.due_at - time.monotonic() <= seconds
+        recall = self._recalls.get(chain)
+        return recall is None or recall.due_at - time.monotonic() <= seconds
 
-    def stop(self, chain: Chain, first: int, end: int) -> int:
+    def first_loaded(self, chain: Chain, first: int, end: int) -> int:
         """Return the first of a request's blocks `[first, end)` that is left to the links.
 
         Returns:
             `end` if all of them may be computed.
         """
-        own = self._restores.get(chain)
+        own = self._recalls.get(chain)
         may_read = own is None or not own.is_given_up
-        for restore in self._restores.values():
-            if not restore.is_admitted or end <= max(first, restore.host_split):
+        for recall in self._recalls.values():
+            if not recall.is_admitted or end <= max(first, recall.host_split):
                 continue
-            is_own = restore.chain is chain
-            shared = end if is_own else num_shared(chain.hashes, restore.chain.hashes)
+            is_own = recall.chain is chain
+            shared = end if is_own else num_shared(chain.hashes, recall.chain.hashes)
             last = min(end, shared)
-            splits = restore.host_split, restore.split, restore.split
+            splits = recall.host_split, recall.split, recall.split
             for state, split in zip(LOADABLE, splits, strict=True):
                 if not may_read and state is not State.AT_HOST:
                     continue
-                found = restore.chain.row.first(state, max(first, split), last)
+                found = recall.chain.row.first(state, max(first, split), last)
                 if found >= 0:
                     end = last = found
         return end
 
     def note_read(self, block_hash: BlockHash, index: int, *, is_copying: bool) -> None:
         """Note for all who wait for a block that its read has ended, and whether it is copied."""
-        for restore in self._restores.values():
-            chain = restore.chain
+        for recall in self._recalls.values():
+            chain = recall.chain
             if chain.row.is_at(index, State.READING) and chain.has_at(index, block_hash):
-                if is_copying and restore.is_admitted:
+                if is_copying and recall.is_admitted:
                     chain.row.copy([index])
                 else:
                     chain.row.leave([index])
 
-    def _tidy(self, restore: Restore, first: int) -> None:
+    def _tidy(self, recall: Recall, first: int) -> None:
         """Drop the blocks before `first`, which are computed, and those that took too long."""
-        hashes, row = restore.chain.hashes, restore.chain.row
+        hashes, row = recall.chain.hashes, recall.chain.row
         reading = row.indices(State.READING)
         arrived = [index for index in reading if not self._is_awaited(hashes[index])]
         if arrived:
             row.leave(arrived)
-        if not restore.is_admitted:
-            if not (restore.has(State.AT_DISK) or restore.has(State.READING)):
-                self.forget(restore.chain)
+        if not recall.is_admitted:
+            if not (recall.has(State.AT_DISK) or recall.has(State.READING)):
+                self.forget(recall.chain)
             return
         for state in LOADABLE:
             while (index := row.first(state, 0, first)) >= 0:
                 row.leave([index])
         late = [index for index in row.pages if index < first]
         self._tiers.release_pages(row.pages.pop(index) for index in late)
-        if first >= restore.end:
-            self.forget(restore.chain)
+        if first >= recall.end:
+            self.forget(recall.chain)
 
     def _is_awaited(self, block_hash: BlockHash) -> bool:
         tiers, block = self._tiers, self._tiers.device.lookup(block_hash)
@@ -317,25 +317,25 @@ class Restores:
             Their indices in their chains by hash.
         """
         now, late = time.monotonic(), dict[BlockHash, int]()
-        for restore in self._restores.values():
-            if now >= restore.give_up_at:
-                restore.is_given_up = True
-                row = restore.chain.row
+        for recall in self._recalls.values():
+            if now >= recall.give_up_at:
+                recall.is_given_up = True
+                row = recall.chain.row
                 for state in (State.AT_DISK, State.READING):
                     for index in row.indices(state):
-                        if self.is_open(block_hash := restore.chain.hashes[index]):
+                        if self.is_open(block_hash := recall.chain.hashes[index]):
                             late[block_hash] = index
                     row.leave(row.indices(state))
         return late
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
-        if Counter(self.order) != Counter(self._restores.values()):
-            raise IntegrityError("the order of the restores is not one of all of them")
-        for restore in self._restores.values():
-            chain = restore.chain
+        if Counter(self.order) != Counter(self._recalls.values()):
+            raise IntegrityError("the order of the recalls is not one of all of them")
+        for recall in self._recalls.values():
+            chain = recall.chain
             reading = (chain.hashes[index] for index in chain.row.indices(State.READING))
             if not all(map(self._tiers.disk_link.is_reading, reading)):
                 raise IntegrityError("a request waits for a read that has ended")
-            if chain.row.pages and not restore.is_admitted:
+            if chain.row.pages and not recall.is_admitted:
                 raise IntegrityError("a request holds pages, but is not admitted")
