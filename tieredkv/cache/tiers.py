@@ -44,9 +44,9 @@ class Tiers:
 
     VRAM and host memory hold as many blocks as one pool of both sizes would: a page whose block is
     in use or young in VRAM is a duplicate, and goes before all others. It goes even if the disk is
-    owed the block, which is then copied down once more; only pages that are written next stay. Once
-    its block is one of the next to be evicted in VRAM, the page is what makes the block clean. From
-    then on it is the youngest of the other pages.
+    owed the block, which is then copied down once more; only pages that are being written stay.
+    Once its block is one of the next to be evicted in VRAM, the page is what makes the block clean.
+    From then on it is the youngest of the other pages.
 
     Attributes:
         device, host: pools of blocks; the host pool's block ids are arena pages.
