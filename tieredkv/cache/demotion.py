@@ -189,7 +189,8 @@ class Demoter:
             block_hash = page.block_hash
             if block_hash is not None:  # if not, it expired or an operator evicted it
                 tiers.host.fill(page)
-                tiers.recheck([block_hash])
+                page.is_clean = tiers.is_host_clean(block_hash)
+                block.is_clean = True
                 if self._writes_soon and tiers.is_owed_to_disk(block_hash):
                     landed.append(page)
             tiers.device.unpin(block)

@@ -140,7 +140,7 @@ class FreeList:
 
     def _count(self, blocks: Sequence[Block], number: int) -> None:
         """Count each of these blocks so many times for its tenant."""
-        for block in blocks if self.floors else ():
+        for block in blocks if self.floors.by_tenant else ():
             counts = self.floors.change(block.tenant)
             counts.num_free += number
             if block.line == LAST:
@@ -156,8 +156,9 @@ class FreeList:
 
     def _note_state(self, block: Block, is_clean: bool, pin_count: int) -> None:
         block.is_clean, block.pin_count = is_clean, pin_count
-        still_waits = block.part in self._waiting and not (is_clean or pin_count)
-        if block.rank and not still_waits and not self.is_kept(block):
+        if not block.rank or self.is_kept(block):
+            return
+        if is_clean or pin_count or block.part not in self._waiting:
             self._take_out(block)
             self._put(block)
 
@@ -189,7 +190,7 @@ class FreeList:
         else:
             block.part = self._moving if block.pin_count else self._dirty[block.line]
             block.part.add(block)
-            if self.floors:
+            if self.floors.by_tenant:
                 self.floors.change(block.tenant).num_waiting += 1
         self._num_due[block.line] += 1
 
@@ -206,7 +207,7 @@ class FreeList:
             self._num_kept[block.line] -= 1
         else:
             self._num_due[block.line] -= 1
-            if self.floors and block.part is not self._clean:
+            if self.floors.by_tenant and block.part is not self._clean:
                 self.floors.change(block.tenant).num_waiting -= 1
         block.part.remove(block)
 
@@ -267,10 +268,12 @@ class FreeList:
         num_others = self.num_in(DUPLICATES) + self.num_in(OTHERS)
         if not walk.takes_kept:
             num_others -= self.floors.kept_from(walk.tenant).num_unpinned
-        taken = list[Block]()
+        taken, is_plain = list[Block](), not self.floors.by_tenant
         for line in LINES:
             most = count if line != LAST else min(count, len(taken) + count - max(0, num_others))
-            while len(taken) < most:
+            if is_plain and len(taken) < most:
+                self._walk_line(line, walk, most, taken)
+            while not is_plain and len(taken) < most:
                 block = self._pop_due(line, walk)
                 if block is None:
                     if walk.most_looks <= 0 or not self.young[line]:
@@ -282,9 +285,23 @@ class FreeList:
                     taken.append(block)
         return taken
 
+    def _walk_line(self, line: int, walk: "_Walk", most: int, taken: list[Block]) -> None:
+        """Add the next blocks of a line to those that are taken; as `_walk`, but without floors."""
+        end, clean, young = (line + 1) * _LINE, self._clean, self.young[line]
+        while len(taken) < most and (rank := clean.first_rank) is not None and rank < end:
+            taken.append(block := clean.pop())
+            self._num_due[block.line] -= 1
+        while len(taken) < most and walk.most_looks > 0 and young:
+            walk.most_looks -= 1
+            block = self._pop_young(line)
+            if block.is_clean and not block.pin_count:
+                taken.append(block)
+            else:
+                self._put(block)
+
     def _may_go(self, block: Block, walk: "_Walk") -> bool:
         """Return whether a due block may be evicted; if not, put it into its part."""
-        if self.floors and not walk.takes_kept and block.tenant != walk.tenant:
+        if self.floors.by_tenant and not walk.takes_kept and block.tenant != walk.tenant:
             counts = self.floors.change(block.tenant)
             num_spare = counts.num_spare - walk.num_of[block.tenant]
             if num_spare <= 0:
@@ -327,7 +344,7 @@ class FreeList:
         for block in reversed(taken):
             if block.rank % _LINE > num_ranks:
                 self._put_young(block)
-            elif self.floors:
+            elif self.floors.by_tenant:
                 self._keep(block)
             else:
                 self._put(block)

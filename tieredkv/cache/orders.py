@@ -57,7 +57,7 @@ class ByRank(Generic[Item]):
     """Items of which the one with the lowest rank is found at once; of equal ranks, the earlier."""
 
     def __init__(self) -> None:
-        self._entries: dict[Item, tuple[int, int]] = {}
+        self._entries: dict[Item, tuple[int, int, Item]] = {}
         self._heap: list[tuple[int, int, Item]] = []  # with some that hold no more
         self._num_added = 0
 
@@ -65,26 +65,26 @@ class ByRank(Generic[Item]):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Item]:
-        return iter(sorted(self._entries, key=self._entries.__getitem__))
+        return (item for _, _, item in sorted(self._entries.values()))
 
     @property
     def first_rank(self) -> int | None:
         """The lowest rank; None without items."""
         heap, entries = self._heap, self._entries
         while heap:
-            rank, number, item = heap[0]
-            if entries.get(item) == (rank, number):
-                return rank
+            entry = heap[0]
+            if entries.get(entry[2]) is entry:
+                return entry[0]
             heapq.heappop(heap)
         return None
 
     def add(self, item: Item, rank: int) -> None:
         """Add an item, or give it another rank."""
         self._num_added += 1
-        self._entries[item] = rank, self._num_added
-        heapq.heappush(self._heap, (rank, self._num_added, item))
+        entry = self._entries[item] = rank, self._num_added, item
+        heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self._entries) + _SLACK:
-            self._heap = [(*entry, each) for each, entry in self._entries.items()]
+            self._heap = [*self._entries.values()]
             heapq.heapify(self._heap)
 
     def remove(self, item: Item) -> None:
@@ -99,10 +99,11 @@ class ByRank(Generic[Item]):
 
     def pop(self) -> Item:
         """Remove the item of the lowest rank, and return it; there is one."""
-        item = self.first
-        heapq.heappop(self._heap)
-        del self._entries[item]
-        return item
+        while True:
+            entry = heapq.heappop(self._heap)
+            if self._entries.get(entry[2]) is entry:
+                del self._entries[entry[2]]
+                return entry[2]
 
 
 @dataclass(slots=True)

@@ -276,9 +276,9 @@ class BlockPool:
         self._free.remove(free)
         return due
 
-    def find(self, hashes: Iterable[BlockHash]) -> list[Block | None]:
+    def find(self, hashes: Iterable[BlockHash | None]) -> list[Block | None]:
         """Return the block of each hash, ready or not; None for those that are not in the index."""
-        return list(map(self._index.get, hashes))
+        return list(map(self._index.get, hashes))  # type: ignore[arg-type]
 
     def missing(self, hashes: Iterable[BlockHash]) -> list[BlockHash]:
         """Return the hashes that are not in the index, in order."""

@@ -216,13 +216,13 @@ class Tiers:
             if (page := self.host.lookup(block.block_hash)) is not None:
                 self.note_doubles([page])
 
-    def end_duplicate(self, block_hash: BlockHash) -> None:
+    def end_duplicate(self, page: Block) -> None:
         """Make a duplicate the youngest of the others, since VRAM will not keep its block.
 
         Any other page stays as clean as it is while VRAM has the block.
         """
-        page = self.host.lookup(block_hash)
-        if page is not None and page.is_double:
+        block_hash = page.block_hash
+        if page.is_double and block_hash is not None:
             page.is_double = False
             if page.part is not None and page.line == DUPLICATES:
                 self.host.touch([block_hash])
@@ -241,9 +241,11 @@ class Tiers:
 
     def look_ahead(self, tier: Tier, num_ahead: int, most_looks: int) -> None:
         """Have the turn of a tier's next blocks come; VRAM will not keep those of its own."""
-        for block in self.pools[tier].look_ahead(num_ahead, most_looks):
-            if tier is Tier.DEVICE and block.is_clean and block.block_hash is not None:
-                self.end_duplicate(block.block_hash)
+        due = self.pools[tier].look_ahead(num_ahead, most_looks)
+        if tier is Tier.DEVICE:
+            pages = self.host.find(block.block_hash for block in due if block.is_clean)
+            for page in filter(None, pages):
+                self.end_duplicate(page)
 
     def evict_clean(self, tier: Tier) -> int:
         """Evict all blocks of a tier that nobody uses and that are clean; return how many."""
@@ -293,8 +295,11 @@ class Tiers:
     def _note_left(self, tier: Tier, block_hash: BlockHash) -> None:
         """Note that a copy has gone, in the pool of the other tier."""
         if tier is Tier.DEVICE:
-            self.end_duplicate(block_hash)
-        self.recheck([block_hash])
+            if (page := self.host.lookup(block_hash)) is not None:
+                self.end_duplicate(page)
+                self.host.put_clean(page, self.is_host_clean(block_hash))
+        elif (block := self.device.lookup(block_hash)) is not None:
+            self.device.put_clean(block, self.is_device_clean(block_hash))
 
     def _note_evicted(self, tier: Tier, evicted: Evicted) -> None:
         """Count copies that were evicted for room; forget blocks that have left RAM with them.

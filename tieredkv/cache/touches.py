@@ -61,14 +61,14 @@ class Touches:
 
     def _touch(self, chain: Chain, indices: range) -> None:
         tiers, hashes, now = self._tiers, chain.hashes, self._tiers.clock.now()
-        states = chain.row.states
+        states, get, computed = chain.row.states, tiers.catalog.get, State.COMPUTED
         if not indices.start and chain.read_ends is not None:  # shared blocks, computed again
             tiers.device.touch(hashes)
         for claim, part in chain.by_claim(indices):
             entries = list[Entry]()
             for index in part:
-                if (entry := tiers.catalog.get(hashes[index])) is not None:
-                    entry.hits += states[index] != State.COMPUTED
+                if (entry := get(hashes[index])) is not None:
+                    entry.hits += states[index] != computed
                     entries.append(entry)
             tiers.recheck(tiers.catalog.claim(entries, claim.retentions, now, claim.pinned_until))
             on_disk = [it for it in entries if it.is_on_disk and not self._lives.is_awaited(it)]
