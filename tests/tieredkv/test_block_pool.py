@@ -485,6 +485,14 @@ def keep_doubled(pool: BlockPool, *names: str) -> list[Block]:
     return chain
 
 
+def test_a_block_that_is_touched_twice_at_once_becomes_the_youngest_once(pool: BlockPool) -> None:
+    keep(pool, "a", "b", "c")
+    pool.touch([name("a"), name("b"), name("a")])
+    pool.check()
+    order = [block.block_hash for block in pool.evictable()]
+    assert order == [name("c"), name("b"), name("a")]
+
+
 def test_clean_blocks_that_are_evicted_last_do_not_stand_for_dirty_ones(pool: BlockPool) -> None:
     pool.pinned = {name("b"), name("c")}
     (waiting,) = keep(pool, "a")

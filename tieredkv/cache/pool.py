@@ -373,7 +373,8 @@ class BlockPool:
 
     def touch(self, hashes: Iterable[BlockHash]) -> None:
         """Make a chain's evictable blocks the youngest; its head, given first, is the last."""
-        found = [block for block in self.find(hashes) if block is not None and not block.ref_count]
+        blocks = self.find(dict.fromkeys(hashes))  # a block may be named twice
+        found = [block for block in blocks if block is not None and not block.ref_count]
         found.reverse()
         self._free.remove(found)
         self._append(found)
