@@ -191,7 +191,7 @@ class Demoter:
                 tiers.host.fill(page)
                 page.is_clean = tiers.is_host_clean(block_hash)
                 block.is_clean = True
-                if self._writes_soon and tiers.is_owed_to_disk(block_hash):
+                if self._writes_soon and block_hash in tiers.catalog.owed:
                     landed.append(page)
             tiers.device.unpin(block)
         self._write_out(landed)  # before others take their room
@@ -333,10 +333,6 @@ class Demoter:
         for block_hash in [*islice(owed, looks)]:
             if len(pages) + len(blocks) >= most:
                 break
-            if not tiers.is_owed_to_disk(block_hash):  # its claim has ended
-                del owed[block_hash]
-                tiers.recheck([block_hash])
-                continue
             owed.move_to_end(block_hash)
             page, block = tiers.host.lookup(block_hash), tiers.device.lookup(block_hash)
             if page is not None and page.is_ready and not page.pin_count:
@@ -434,6 +430,8 @@ class Demoter:
             entry = catalog.get(page.block_hash)
             expires_at = entry and catalog.disk_deadline(entry, now)
             if not entry or not expires_at or self._disk_link.is_writing(entry.block_hash):
+                if entry and not expires_at:  # its claim on the disk has ended
+                    catalog.owed.pop(entry.block_hash, None)
                 if page.block_hash is not None:
                     tiers.recheck([page.block_hash])
                 tiers.host.postpone(page)

@@ -92,9 +92,10 @@ class Hits:
         told by a sample.
         """
         hashes, now = chain.hashes, self._tiers.clock.now()
+        in_vram, in_host = self._tiers.device.lookup, self._tiers.host.lookup
 
         def is_in_ram(block_hash: BlockHash) -> bool:
-            return any(pool.lookup(block_hash) for pool in self._tiers.pools.values())
+            return bool(in_vram(block_hash) or in_host(block_hash))
 
         def is_missing(index: int) -> bool:
             return not (is_in_ram(hashes[index]) or chain.is_on_disk(index, now))

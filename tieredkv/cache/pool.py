@@ -382,10 +382,13 @@ class BlockPool:
     def drop(self, block_hash: BlockHash) -> Block | None:
         """Forget a hash; a block in use is freed when its last user releases it."""
         block = self._index.get(block_hash)
-        if block is not None:
-            self.acquire([block])
-            self._unindex([block])
-            self.release([block])
+        if block is None:
+            return None
+        if not block.ref_count:
+            self._free.remove([block])
+        self._unindex([block])
+        if not block.ref_count:
+            self._append([block])
         return block
 
     def check(self) -> None:
@@ -428,6 +431,8 @@ class BlockPool:
             for block in empty:  # `unpin` puts the others there
                 block.clear()
             self._empty.extend(empty)
+            if not free:
+                return
         last = self._last_of(free) if self.pinned or self.prefetched else {}
         if last:
             free = [block for block in free if block not in last]

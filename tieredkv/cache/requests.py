@@ -580,8 +580,6 @@ class TieredCache:
 
     def _forget_disk(self) -> None:
         """Count no block as being on disk, since another worker has started."""
-        self._tiers.catalog.forget_disk()
+        self._tiers.forget_disk()
         self._lookups.forget_answers()
-        self._tiers.events.forget_disk()
-        self._tiers.recheck(entry.block_hash for entry in self._tiers.catalog.entries())
         self._demoter.note_change()
