@@ -33,7 +33,7 @@ class Times(NamedTuple):
     last_used: float
 
 
-class BlockLife(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class BlockLife(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
     """How long a stored block lives and how it is used; see `BlockRecord`."""
 
     retention: str
@@ -49,7 +49,7 @@ class BlockLife(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         return cls(**{name: getattr(record, name) for name in cls.__struct_fields__})
 
 
-class Lent(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class Lent(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
     """A page on loan, and the block that is loaded into it or stored from it.
 
     A page is on one loan at a time, so the number of the page identifies the loan.
@@ -100,7 +100,7 @@ class Lent(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 _IDENTITY = [name for name in Lent.__struct_fields__ if name in BlockRecord.__struct_fields__]
 
 
-class TouchItem(msgspec.Struct, frozen=True, array_like=True):
+class TouchItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One use of a block, and the claim that came with it if that lengthens the block's life.
 
     Attributes:
@@ -115,7 +115,7 @@ class TouchItem(msgspec.Struct, frozen=True, array_like=True):
     hits: int | None = None
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True):
+class Ended(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The end of one loan; `reason` tells why it failed, and is empty if it succeeded."""
 
     page_id: int
@@ -127,7 +127,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
         return not self.reason
 
 
-class Loaded(Ended, frozen=True, array_like=True, tag="loaded"):
+class Loaded(Ended, frozen=True, array_like=True, gc=False, tag="loaded"):
     """The end of one load.
 
     Attributes:
@@ -139,7 +139,7 @@ class Loaded(Ended, frozen=True, array_like=True, tag="loaded"):
     ended_at: float = 0.0
 
 
-class Stored(Ended, frozen=True, array_like=True, tag="stored"):
+class Stored(Ended, frozen=True, array_like=True, gc=False, tag="stored"):
     """The end of one store; if `ok`, the block survives a kill of every tieredkv process.
 
     Attributes:

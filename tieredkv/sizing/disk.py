@@ -15,9 +15,7 @@ import math
 import struct
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
-
-import msgspec
+from typing import Any, Generic, TypeVar
 
 from tieredkv.clock import Clock
 from tieredkv.errors import IntegrityError
@@ -41,6 +39,9 @@ from tieredkv.tier import (
 SWEEP_S = 10.0
 """How often expired blocks leave the disk, as the setting `sweep_interval` has it."""
 
+Entry = TypeVar("Entry", Lent, bytes)
+
+_HASH, _POSITION = attrgetter("block_hash"), attrgetter("position")
 _NO_LIMIT_BYTES = 1 << 62
 _TIMES = struct.Struct("<3d")
 
@@ -61,70 +62,55 @@ class SimulatedClock(Clock):
         return self.moment
 
 
-class _Block(msgspec.Struct, gc=False):
-    """One block, and when the disk has queued it.
-
-    Attributes:
-        block_hash, position: see `Lent`.
-        retention, computed_at, last_used, expires_at: see `BlockLife`.
-        is_stored: whether it has not left the disk yet.
-        used_us, expires_us: the times under which it is queued to be evicted, and to expire.
-    """
-
-    block_hash: bytes
-    position: int | None
-    retention: str
-    computed_at: float
-    last_used: float
-    expires_at: float
-    is_stored: bool = True
-    used_us: int = 0
-    expires_us: int = 0
-
-
-_HASH, _POSITION = attrgetter("block_hash"), attrgetter("position")
-
-
-class _Queue:
-    """Blocks by a time in microseconds.
+class _Queue(Generic[Entry]):
+    """Entries by a time in microseconds.
 
     A request uses and stores many blocks at once. So a heap has the times, and each time has its
-    blocks.
+    entries.
     """
 
     def __init__(self) -> None:
         self.times: list[int] = []
-        self.blocks: dict[int, list[_Block]] = {}
+        self.entries: dict[int, list[Entry]] = {}
 
-    def add(self, time_us: int, block: _Block) -> None:
-        """Add a block."""
-        blocks = self.blocks.get(time_us)
-        if blocks is None:
-            blocks = self.blocks[time_us] = []
+    def add(self, time_us: int, entry: Entry) -> None:
+        """Add an entry."""
+        entries = self.entries.get(time_us)
+        if entries is None:
+            entries = self.entries[time_us] = []
             heapq.heappush(self.times, time_us)
-        blocks.append(block)
+        entries.append(entry)
 
-    def pop(self) -> list[_Block]:
-        """Remove the earliest time, and return its blocks."""
-        return self.blocks.pop(heapq.heappop(self.times))
+    def pop(self) -> list[Entry]:
+        """Remove the earliest time, and return its entries."""
+        return self.entries.pop(heapq.heappop(self.times))
 
     def check(self) -> None:
-        """Raise IntegrityError if the heap does not have the times of the blocks."""
-        if sorted(self.times) != sorted(self.blocks):
-            raise IntegrityError("the times of a queue are not those of its blocks")
+        """Raise IntegrityError if the heap does not have the times of the entries."""
+        if sorted(self.times) != sorted(self.entries):
+            raise IntegrityError("the times of a queue are not those of its entries")
 
 
-def _us(moment: float) -> int:
-    """Return a time in microseconds; 0 for one that never comes."""
-    return to_us(moment) if moment < math.inf else 0
+def _used(
+    life: BlockLife, last_used: float, expires_at: float | None, retention: str | None
+) -> BlockLife:
+    """Return the life of a block after a use, and the claim that came with it if it is longer."""
+    is_longer = expires_at is not None and expires_at > life.expires_at
+    if not is_longer and last_used <= life.last_used:
+        return life
+    return BlockLife(
+        retention=(retention if is_longer else None) or life.retention,
+        computed_at=life.computed_at,
+        expires_at=expires_at if is_longer and expires_at is not None else life.expires_at,
+        last_used=max(last_used, life.last_used),
+    )
 
 
 class SimulatedDisk(BackingTier):
     """A disk that holds a number of blocks, and the order in which they leave it.
 
     Invariants (`check`): it has as many blocks as fit at most; each of them is queued to be
-    evicted, and to expire if it does, no later than its place; the blocks know that they are
-    stored.
+    evicted, and to expire if it does, no later than its place.
 
     Attributes:
         num_blocks: how many fit; may be infinite.
@@ -141,11 +127,12 @@ class SimulatedDisk(BackingTier):
         self.num_blocks, self._clock, self._block_bytes = num_blocks, clock, block_bytes
         self.shares: dict[bytes, float] = {}
         self.names = HASHES
-        self._blocks: dict[bytes, _Block] = {}
+        self._lives: dict[bytes, BlockLife] = {}
         self._events: list[Event] = []
-        # Uses and claims only move a block back in both queues, so that its entry is put right once
-        # its turn has come. Entries of blocks that have left, or that stand elsewhere, are skipped.
-        self._used, self._expiring = _Queue(), _Queue()
+        # A use or a claim only moves a block back in both queues, so that its entry is put right
+        # once its turn has come. Entries of blocks that have left are skipped then. A block that
+        # was stored again since has several entries, of which the first one that is due counts.
+        self._used, self._expiring = _Queue[Lent](), _Queue[bytes]()
         self._sorted_us = -1  # whose blocks are sorted, the first to be evicted last
         self._next_sweep = 0.0
         self._num_jobs = self._num_read = 0
@@ -158,9 +145,9 @@ class SimulatedDisk(BackingTier):
         """Ask which blocks are stored and not expired; answered by `LookupDone` of this job."""
         now, found = self._clock.now(), dict[bytes, bytes]()
         for block_hash in hashes:
-            block = self._blocks.get(block_hash)
-            if block is not None and now < block.expires_at:
-                found[block_hash] = _TIMES.pack(*(getattr(block, name) for name in Times._fields))
+            life = self._lives.get(block_hash)
+            if life is not None and now < life.expires_at:
+                found[block_hash] = _TIMES.pack(*(getattr(life, name) for name in Times._fields))
         self._num_jobs += 1
         self._events.append(LookupDone(self._num_jobs, found))
         return self._num_jobs
@@ -171,39 +158,33 @@ class SimulatedDisk(BackingTier):
 
     def load(self, lent: Sequence[Lent]) -> None:
         """Read blocks into pages; each page is on loan until its `Loaded`."""
-        now, blocks, events = self._clock.now(), self._blocks, self._events
+        now, lives, tell = self._clock.now(), self._lives, self._events.append
         for page in lent:
-            block = blocks.get(page.block_hash)
-            if block is None or now >= block.expires_at:
-                events.append(Loaded(page.page_id, "missing"))
+            life = lives.get(page.block_hash)
+            if life is None or now >= life.expires_at:
+                tell(Loaded(page.page_id, "missing"))
                 continue
             self._num_read += 1
-            life = BlockLife(
-                retention=block.retention,
-                computed_at=block.computed_at,
-                expires_at=block.expires_at,
-                last_used=block.last_used,
-            )
-            events.append(Loaded(page.page_id, "", life))
+            tell(Loaded(page.page_id, "", life))
 
     def store(self, lent: Sequence[Lent]) -> None:
         """Write blocks from pages; each page is on loan until its `Stored`.
 
         A block that is on disk already, as young, is not written again.
         """
-        now, blocks, tell = self._clock.now(), self._blocks, self._events.append
-        used, most, num_written = self._used.blocks, self.num_blocks, 0
-        evicted, known, used_us, expires_us = dict[bytes, None](), None, 0, 0
+        now, lives, tell = self._clock.now(), self._lives, self._events.append
+        most, num_written, evicted = self.num_blocks, 0, dict[bytes, None]()
+        known, used_us, expires_us = None, 0, 0
         for page in lent:
             block_hash, life = page.block_hash, page.life
             assert life is not None, "a block is stored with its life"
-            old = blocks.get(block_hash)
+            old = lives.get(block_hash)
             if old is not None and now < old.expires_at and old.computed_at >= life.computed_at:
-                self._use(old, life.last_used, life.expires_at, life.retention)
+                lives[block_hash] = _used(old, life.last_used, life.expires_at, life.retention)
                 tell(Stored(page.page_id))
                 continue
-            if len(blocks) >= most:
-                if not blocks:
+            if len(lives) >= most:
+                if not lives:
                     tell(Stored(page.page_id, "full"))
                     continue
                 evicted[self._evict_one()] = None
@@ -214,48 +195,37 @@ class SimulatedDisk(BackingTier):
             if block_hash in evicted:  # what is told last is what holds
                 self._tell_gone([*evicted], "capacity")
                 evicted.clear()
-            elif old is not None:
-                self._drop(old)
             if life is not known:  # blocks that came together share it
-                known, used_us, expires_us = life, int(life.last_used * 1e6), _us(life.expires_at)
-            blocks[block_hash] = block = _Block(
-                block_hash,
-                page.position,
-                life.retention,
-                life.computed_at,
-                life.last_used,
-                life.expires_at,
-                True,
-                used_us,
-                expires_us,
-            )
-            if (queued := used.get(used_us)) is None:
-                self._used.add(used_us, block)
-            else:  # as `_Queue.add`, but faster
-                queued.append(block)
+                known, used_us = life, int(life.last_used * 1e6)
+                expires_us = to_us(life.expires_at) if life.expires_at < math.inf else 0
+            lives[block_hash] = life
+            self._used.add(used_us, page)
             if used_us == self._sorted_us:
                 self._sorted_us = -1
             if expires_us:
-                self._expiring.add(expires_us, block)
+                self._expiring.add(expires_us, block_hash)
             tell(Stored(page.page_id))
         self._num_stored += num_written
         self._tell_gone([*evicted], "capacity")
 
     def touch(self, items: Sequence[TouchItem]) -> None:
         """Refresh blocks after a hit."""
-        now, blocks = self._clock.now(), self._blocks
+        now, lives = self._clock.now(), self._lives
+        of, use = None, (0.0, None, None)
         for item in items:
-            block = blocks.get(item.block_hash)
-            if block is not None and now < block.expires_at:
-                self._use(block, item.last_used, item.expires_at, item.retention)
+            life = lives.get(item.block_hash)
+            if life is None or now >= life.expires_at:
+                continue
+            if life is not of or use != (item.last_used, item.expires_at, item.retention):
+                use = item.last_used, item.expires_at, item.retention
+                of, new = life, _used(life, *use)
+            lives[item.block_hash] = new  # blocks that are used together share it
 
     def delete(self, hashes: Sequence[bytes], reason: str) -> None:
         """Make blocks unreachable."""
-        doomed = [block for each in hashes if (block := self._blocks.get(each)) is not None]
-        for block in doomed:
-            self._drop(block)
+        doomed = [each for each in hashes if self._lives.pop(each, None) is not None]
         self._deleted[reason] = self._deleted.get(reason, 0) + len(doomed)
-        self._tell_gone([block.block_hash for block in doomed], reason)
+        self._tell_gone(doomed, reason)
 
     def reply(self, id: int, body: dict[str, Any], has_more: bool = False) -> None:
         """Do nothing: nobody operates a simulated disk."""
@@ -271,7 +241,7 @@ class SimulatedDisk(BackingTier):
 
     def stats(self) -> TierFigures:
         """Return the figures so far."""
-        size, blocks = self._block_bytes, len(self._blocks)
+        size, blocks = self._block_bytes, len(self._lives)
         return TierFigures(
             blocks=blocks,
             bytes_live=size * blocks,
@@ -287,7 +257,7 @@ class SimulatedDisk(BackingTier):
 
     def state(self) -> TierState:
         """Return that it serves, and its room."""
-        room = self.num_blocks - len(self._blocks)
+        room = self.num_blocks - len(self._lives)
         room_bytes = _NO_LIMIT_BYTES if room == math.inf else int(room) * self._block_bytes
         return TierState(is_open=True, why="", room_bytes=room_bytes)
 
@@ -296,79 +266,69 @@ class SimulatedDisk(BackingTier):
 
     # What is stored
 
-    @staticmethod
-    def _use(
-        block: _Block, last_used: float, expires_at: float | None, retention: str | None
-    ) -> None:
-        """Note a use of a block, and the claim that came with it if that lengthens its life."""
-        if last_used > block.last_used:
-            block.last_used = last_used
-        if expires_at is not None and expires_at > block.expires_at:
-            block.expires_at = expires_at
-            block.retention = retention or block.retention
-
-    def _drop(self, block: _Block) -> None:
-        del self._blocks[block.block_hash]
-        block.is_stored = False
-
     def _tell_gone(self, hashes: list[bytes], reason: str) -> None:
         if hashes:
             self._events.append(Gone(hashes, reason, self._block_bytes * len(hashes)))
 
     def _sweep(self, due_us: int) -> None:
         """Drop what has expired by a time."""
-        expiring, expired = self._expiring, list[_Block]()
-        while expiring.times and (time_us := expiring.times[0]) <= due_us:
-            for block in expiring.pop():
-                if not block.is_stored or block.expires_us != time_us:
+        lives, expiring, expired = self._lives, self._expiring, list[bytes]()
+        while expiring.times and expiring.times[0] <= due_us:
+            for block_hash in expiring.pop():
+                life = lives.get(block_hash)
+                if life is None or life.expires_at == math.inf:
                     continue
-                if (expires_us := to_us(block.expires_at)) > due_us:
-                    block.expires_us = expires_us
-                    expiring.add(expires_us, block)
+                if (expires_us := to_us(life.expires_at)) > due_us:
+                    expiring.add(expires_us, block_hash)
                     continue
-                self._drop(block)
-                expired.append(block)
+                del lives[block_hash]
+                expired.append(block_hash)
         self._num_expired += len(expired)
-        self._tell_gone([block.block_hash for block in expired], "expired")
+        self._tell_gone(expired, "expired")
 
     def _evict_one(self) -> bytes:
         """Evict the block that was unused for longest, and return its hash."""
-        used = self._used
+        lives, used = self._lives, self._used
         while True:
             time_us = used.times[0]
-            queued = used.blocks[time_us]
+            queued = used.entries[time_us]
             if time_us != self._sorted_us:
                 queued.sort(key=_HASH, reverse=True)  # as `lru_order` orders records
                 queued.sort(key=_POSITION)
                 self._sorted_us = time_us
             while queued:
-                block = queued.pop()
-                if not block.is_stored or block.used_us != time_us:
+                page = queued.pop()
+                block_hash = page.block_hash
+                life = lives.get(block_hash)
+                if life is None:
                     continue
-                if (last_used_us := int(block.last_used * 1e6)) != time_us:
-                    block.used_us = last_used_us
-                    used.add(last_used_us, block)
+                if (last_used_us := int(life.last_used * 1e6)) != time_us:
+                    used.add(last_used_us, page)
                     continue
-                del self._blocks[block.block_hash]  # as `_drop`, but faster
-                block.is_stored = False
+                del lives[block_hash]
                 self._num_evicted += 1
-                return block.block_hash
+                return block_hash
             used.pop()
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
-        if len(self._blocks) > self.num_blocks:
-            raise IntegrityError(f"{len(self._blocks)} blocks on disk, room for {self.num_blocks}")
+        if len(self._lives) > self.num_blocks:
+            raise IntegrityError(f"{len(self._lives)} blocks on disk, room for {self.num_blocks}")
         self._used.check()
         self._expiring.check()
-        for block in self._blocks.values():
-            if not block.is_stored:
-                raise IntegrityError("a block does not know that it is on disk")
-            places = [(self._used, block.used_us, int(block.last_used * 1e6))]
-            if block.expires_at < math.inf:
-                places.append((self._expiring, block.expires_us, to_us(block.expires_at)))
-            for queue, time_us, place_us in places:
-                if not any(queued is block for queued in queue.blocks.get(time_us, ())):
+        used_us, expires_us = dict[bytes, int](), dict[bytes, int]()  # the first ones
+        for time_us, pages in sorted(self._used.entries.items()):
+            for page in pages:
+                used_us.setdefault(page.block_hash, time_us)
+        for time_us, hashes in sorted(self._expiring.entries.items()):
+            for block_hash in hashes:
+                expires_us.setdefault(block_hash, time_us)
+        for block_hash, life in self._lives.items():
+            places = [(used_us, int(life.last_used * 1e6))]
+            if life.expires_at < math.inf:
+                places.append((expires_us, to_us(life.expires_at)))
+            for queued_us, place_us in places:
+                if block_hash not in queued_us:
                     raise IntegrityError("a block on disk is not queued")
-                if time_us > place_us:
+                if queued_us[block_hash] > place_us:
                     raise IntegrityError("a block on disk is queued behind its place")

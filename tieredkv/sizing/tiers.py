@@ -133,7 +133,7 @@ class SimulatedTiers:
             )
         self.disk, self._clock = disk, clock
         self._expired = dict[BlockHash, Life]()  # copies on disk that it has not dropped yet
-        self._off_disk = list[Life]()  # evicted from disk by this request
+        self._off_disk = dict[BlockHash, None]()  # evicted from disk by this request
         self._owed, self._most_owed = dict[BlockHash, Life](), capacity.most_owed
         self._bars_host = any(
             Tier.HOST not in policies.tiers(frozenset([it])) for it in policies.names
@@ -361,26 +361,22 @@ class SimulatedTiers:
         """Keep what host memory has evicted on disk, unless VRAM has it."""
         now, some = self._now, list(map(self._lives.__getitem__, evicted))
         self.ages[Tier.HOST].extend([now - life.computed_at for life in some])
-        absent = [life for life in some if not life.is_on_disk]
-        if absent:
-            in_device = self.device.lookup
-            some = some if self.disk is not None else absent
-            self._leave_ram(life for life in some if in_device(life.block_hash) is None)
+        self._leave_ram(some)
 
     def _leave_ram(self, some: Iterable[Life]) -> None:
         """Keep blocks that have left VRAM and host memory on disk, if there is one."""
-        now, storing = self._now, list[Life]()
+        now, in_device = self._now, self.device.lookup
+        storing, lost = list[Life](), list[Life]()
         for life in some:
             if storing and life.is_on_disk:  # what is stored may take its room
+                self._forget(lost)
                 self._store(storing)
-                storing = []
-            if life.is_on_disk:
+                storing, lost = [], []
+            if life.is_on_disk or in_device(life.block_hash) is not None:
                 continue
             self._owed.pop(life.block_hash, None)
-            if life.expires_at > now:
-                storing.append(life)
-            else:
-                self._forget(life)
+            (storing if life.expires_at > now else lost).append(life)
+        self._forget(lost)
         if storing:
             self._store(storing)
 
@@ -445,9 +441,8 @@ class SimulatedTiers:
                 )
             lent.append(_lent(page, each, life))
         self.disk.store(lent)
-        for page in self._hear(some):
-            if not self._is_in_ram(some[page].block_hash):
-                self._forget(some[page])
+        refused = [some[page] for page in self._hear(some)]
+        self._forget([life for life in refused if not self._is_in_ram(life.block_hash)])
 
     def _hear(self, on_loan: Sequence[Life] = ()) -> list[int]:
         """Take in what the disk tells.
@@ -485,34 +480,36 @@ class SimulatedTiers:
 
     def _note_gone(self, gone: Gone) -> None:
         """Note that blocks have left the disk."""
+        now, lives, off_disk, age = self._now, self._lives, self._off_disk, self.ages[Tier.DISK]
+        has_expired = gone.reason == "expired"
         for block_hash in cast(list[BlockHash], gone.hashes):
-            life = self._lives.get(block_hash)
+            life = lives.get(block_hash)
             if life is None or not life.is_on_disk:
                 life = self._expired.pop(block_hash, None)
-            if life is None:  # a load has found that it is gone
-                continue
+                if life is None:  # a load has found that it is gone
+                    continue
             life.is_on_disk = False
-            if gone.reason != "expired":
-                self._off_disk.append(life)
+            if not has_expired:
+                off_disk[block_hash] = None
+                age.append(now - life.computed_at)
             elif not self._is_in_ram(block_hash):  # else its claims keep it there
                 self._drop(life)
 
     def _leave_disk(self) -> None:
         """Forget what the disk has evicted, unless another tier has it."""
-        now, lives = self._now, self._lives
-        self.ages[Tier.DISK].extend([now - life.computed_at for life in self._off_disk])
-        absent = self.device.missing([life.block_hash for life in self._off_disk])
+        absent = self.device.missing([*self._off_disk])
         self._off_disk.clear()
         if self.host is not None:
             absent = self.host.missing(absent)
-        for life in map(lives.get, absent):
-            if life is not None and not life.is_on_disk:
-                self._forget(life)
+        some = map(self._lives.get, absent)
+        self._forget([life for life in some if life is not None and not life.is_on_disk])
 
-    def _forget(self, life: Life) -> None:
-        """Note that no tier has a block any more, for want of room."""
-        self.ages[None].append(self._now - life.computed_at)
-        del self._lives[life.block_hash]
+    def _forget(self, some: Sequence[Life]) -> None:
+        """Note that no tier has these blocks any more, for want of room."""
+        now, lives = self._now, self._lives
+        self.ages[None].extend([now - life.computed_at for life in some])
+        for life in some:
+            del lives[life.block_hash]
 
     def _is_in_ram(self, block_hash: BlockHash) -> bool:
         in_host = self.host is not None and self.host.lookup(block_hash) is not None
