@@ -13,9 +13,9 @@ tenants and their shares are not simulated.
 import heapq
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from tieredkv.clock import Clock
 from tieredkv.errors import IntegrityError
@@ -62,7 +62,7 @@ class SimulatedClock(Clock):
         return self.moment
 
 
-class _Queue(Generic[Entry]):
+class _Queue(dict[int, list[Entry]]):
     """Entries by a time in microseconds.
 
     A request uses and stores many blocks at once. So a heap has the times, and each time has its
@@ -70,24 +70,23 @@ class _Queue(Generic[Entry]):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.times: list[int] = []
-        self.entries: dict[int, list[Entry]] = {}
 
-    def add(self, time_us: int, entry: Entry) -> None:
-        """Add an entry."""
-        entries = self.entries.get(time_us)
-        if entries is None:
-            entries = self.entries[time_us] = []
-            heapq.heappush(self.times, time_us)
-        entries.append(entry)
+    def __missing__(self, time_us: int) -> list[Entry]:
+        """Begin the list of a time."""
+        heapq.heappush(self.times, time_us)
+        entries: list[Entry] = []
+        self[time_us] = entries
+        return entries
 
-    def pop(self) -> list[Entry]:
+    def pop_first(self) -> list[Entry]:
         """Remove the earliest time, and return its entries."""
-        return self.entries.pop(heapq.heappop(self.times))
+        return self.pop(heapq.heappop(self.times))
 
     def check(self) -> None:
         """Raise IntegrityError if the heap does not have the times of the entries."""
-        if sorted(self.times) != sorted(self.entries):
+        if sorted(self.times) != sorted(self):
             raise IntegrityError("the times of a queue are not those of its entries")
 
 
@@ -173,8 +172,9 @@ class SimulatedDisk(BackingTier):
         A block that is on disk already, as young, is not written again.
         """
         now, lives, tell = self._clock.now(), self._lives, self._events.append
-        most, num_written, evicted = self.num_blocks, 0, dict[bytes, None]()
-        known, used_us, expires_us = None, 0, 0
+        used, expiring = self._used, self._expiring
+        evicted: dict[bytes, None] = {}
+        most, num_written, known, used_us, expires_us = self.num_blocks, 0, None, 0, 0
         for page in lent:
             block_hash, life = page.block_hash, page.life
             assert life is not None, "a block is stored with its life"
@@ -193,20 +193,20 @@ class SimulatedDisk(BackingTier):
                 tell(Stored(page.page_id, "expired"))
                 continue
             if block_hash in evicted:  # what is told last is what holds
-                self._tell_gone([*evicted], "capacity")
-                evicted.clear()
+                self._note_evicted(evicted)
+                evicted = {}
             if life is not known:  # blocks that came together share it
                 known, used_us = life, int(life.last_used * 1e6)
                 expires_us = to_us(life.expires_at) if life.expires_at < math.inf else 0
             lives[block_hash] = life
-            self._used.add(used_us, page)
+            used[used_us].append(page)
             if used_us == self._sorted_us:
                 self._sorted_us = -1
             if expires_us:
-                self._expiring.add(expires_us, block_hash)
+                expiring[expires_us].append(block_hash)
             tell(Stored(page.page_id))
         self._num_stored += num_written
-        self._tell_gone([*evicted], "capacity")
+        self._note_evicted(evicted)
 
     def touch(self, items: Sequence[TouchItem]) -> None:
         """Refresh blocks after a hit."""
@@ -266,20 +266,26 @@ class SimulatedDisk(BackingTier):
 
     # What is stored
 
+    def _note_evicted(self, hashes: Iterable[bytes]) -> None:
+        evicted = [*hashes]
+        self._num_evicted += len(evicted)
+        self._tell_gone(evicted, "capacity")
+
     def _tell_gone(self, hashes: list[bytes], reason: str) -> None:
         if hashes:
             self._events.append(Gone(hashes, reason, self._block_bytes * len(hashes)))
 
     def _sweep(self, due_us: int) -> None:
         """Drop what has expired by a time."""
-        lives, expiring, expired = self._lives, self._expiring, list[bytes]()
+        expired: list[bytes] = []
+        lives, expiring = self._lives, self._expiring
         while expiring.times and expiring.times[0] <= due_us:
-            for block_hash in expiring.pop():
+            for block_hash in expiring.pop_first():
                 life = lives.get(block_hash)
                 if life is None or life.expires_at == math.inf:
                     continue
                 if (expires_us := to_us(life.expires_at)) > due_us:
-                    expiring.add(expires_us, block_hash)
+                    expiring[expires_us].append(block_hash)
                     continue
                 del lives[block_hash]
                 expired.append(block_hash)
@@ -291,7 +297,7 @@ class SimulatedDisk(BackingTier):
         lives, used = self._lives, self._used
         while True:
             time_us = used.times[0]
-            queued = used.entries[time_us]
+            queued = used[time_us]
             if time_us != self._sorted_us:
                 queued.sort(key=_HASH, reverse=True)  # as `lru_order` orders records
                 queued.sort(key=_POSITION)
@@ -303,12 +309,11 @@ class SimulatedDisk(BackingTier):
                 if life is None:
                     continue
                 if (last_used_us := int(life.last_used * 1e6)) != time_us:
-                    used.add(last_used_us, page)
+                    used[last_used_us].append(page)
                     continue
                 del lives[block_hash]
-                self._num_evicted += 1
                 return block_hash
-            used.pop()
+            used.pop_first()
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
@@ -317,10 +322,10 @@ class SimulatedDisk(BackingTier):
         self._used.check()
         self._expiring.check()
         used_us, expires_us = dict[bytes, int](), dict[bytes, int]()  # the first ones
-        for time_us, pages in sorted(self._used.entries.items()):
+        for time_us, pages in sorted(self._used.items()):
             for page in pages:
                 used_us.setdefault(page.block_hash, time_us)
-        for time_us, hashes in sorted(self._expiring.entries.items()):
+        for time_us, hashes in sorted(self._expiring.items()):
             for block_hash in hashes:
                 expires_us.setdefault(block_hash, time_us)
         for block_hash, life in self._lives.items():

@@ -186,7 +186,7 @@ class _Run:
                 if number % _TOLD_EVERY == 0:
                     progress("replaying", number, total)
                 now = (request.timestamp - self._began_at) / 1e3
-                hashes = cast(Sequence[BlockHash], request.chain)  # opaque keys
+                hashes = cast("Sequence[BlockHash]", request.chain)  # opaque keys
                 name = self._name_of(request)
                 self.num_of[name] += 1
                 self._count(self.tiers.serve(hashes, now, self._claims[name]), request, now)

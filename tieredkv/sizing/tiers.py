@@ -178,14 +178,14 @@ class SimulatedTiers:
             device.acquire([block for block in table if block is not None])
             self._fill(hashes, table, missing, sources, claims)
         else:
-            device.acquire(cast(list[Block], table))
+            device.acquire(cast("list[Block]", table))
         found = [each for each, source in zip(hashes, sources, strict=True) if source is not None]
         self._note_use(hashes, found, claims)
         if self.host is not None and self.host.num_cached:
             for page in filter(None, self.host.find(found)):
                 page.is_double = True
             self.host.touch(found)
-        device.release(cast(list[Block], table)[::-1])
+        device.release(cast("list[Block]", table)[::-1])
         if self._num_beside:
             self._beside = self._allocate(self._num_beside)
             self._move_down()
@@ -245,7 +245,8 @@ class SimulatedTiers:
             Their pages in host memory, and the indices of those that are to be read from disk.
         """
         now, host, lives, owed = self._now, self.host, self._lives, self._owed
-        pages, on_disk = list[Block](), list[int]()
+        pages: list[Block] = []
+        on_disk: list[int] = []
         expires_at = self._disk_deadline(claims, now)
         is_owed = expires_at > now
         for i in indices:
@@ -279,7 +280,7 @@ class SimulatedTiers:
     def _note_use(self, hashes: Hashes, found: Hashes, claims: frozenset[str]) -> None:
         """Note that blocks were used now, by a request with these claims, and which were found."""
         now, has_claimed = self._now, False
-        on_disk = list[Life]()
+        on_disk: list[Life] = []
         for life in map(self._lives.__getitem__, found):
             life.last_used = now
             if life.is_on_disk:
@@ -366,7 +367,8 @@ class SimulatedTiers:
     def _leave_ram(self, some: Iterable[Life]) -> None:
         """Keep blocks that have left VRAM and host memory on disk, if there is one."""
         now, in_device = self._now, self.device.lookup
-        storing, lost = list[Life](), list[Life]()
+        storing: list[Life] = []
+        lost: list[Life] = []
         for life in some:
             if storing and life.is_on_disk:  # what is stored may take its room
                 self._forget(lost)
@@ -389,7 +391,9 @@ class SimulatedTiers:
         oldest = [*itertools.islice(owed.values(), max(0, len(owed) - self._most_owed))]
         for life in oldest:
             del owed[life.block_hash]
-        some = [life for life in oldest if life.expires_at > now]
+        some = oldest
+        if self._has_expiry:
+            some = [life for life in oldest if life.expires_at > now]
         if not some:
             return
         if self.host is not None:
@@ -424,7 +428,8 @@ class SimulatedTiers:
     def _store(self, some: Sequence[Life]) -> None:
         """Store blocks on disk; what it does not take and no other tier has is forgotten."""
         assert self.disk is not None
-        lent, of, life = list[Lent](), None, None
+        lent: list[Lent] = []
+        of = life = None
         for page, each in enumerate(some):
             if (  # blocks of one request share it
                 of is None
@@ -455,21 +460,22 @@ class SimulatedTiers:
             The pages whose blocks could not be read, or written.
         """
         assert self.disk is not None
-        expired, failed, num_ended = self._expired, list[int](), 0
-        for event in self.disk.poll():
+        failed: list[int] = []
+        events, expired, num_others = self.disk.poll(), self._expired, 0
+        for event in events:
             if isinstance(event, Stored) and not event.reason:
-                num_ended += 1
                 life = on_loan[event.page_id]
                 life.is_on_disk = True
                 if expired:
                     expired.pop(life.block_hash, None)
-            elif isinstance(event, Gone):
-                self._note_gone(event)
             elif isinstance(event, Stored | Loaded):
-                num_ended += 1
                 if event.reason:
                     failed.append(event.page_id)
-        assert num_ended == len(on_loan), "moves take no time"
+            else:
+                num_others += 1
+                if isinstance(event, Gone):
+                    self._note_gone(event)
+        assert len(events) - num_others == len(on_loan), "moves take no time"
         return failed
 
     def _note_expired(self, life: Life) -> None:
@@ -482,7 +488,7 @@ class SimulatedTiers:
         """Note that blocks have left the disk."""
         now, lives, off_disk, age = self._now, self._lives, self._off_disk, self.ages[Tier.DISK]
         has_expired = gone.reason == "expired"
-        for block_hash in cast(list[BlockHash], gone.hashes):
+        for block_hash in cast("list[BlockHash]", gone.hashes):
             life = lives.get(block_hash)
             if life is None or not life.is_on_disk:
                 life = self._expired.pop(block_hash, None)
