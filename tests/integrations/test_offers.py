@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from tieredkv.integrations.identity import Identity
-from tieredkv.integrations.offers import PART_CHUNKS, Offer, Offers, Part
+from tieredkv.integrations.offers import PART_CHUNKS, Offer, Offers, OfferedChunks
 from tieredkv.integrations.tier_request import TierRequest
 
 REQUEST = TierRequest("r", Identity("vllm", {}), "24h", bytes(32), bytes(16), is_announced=True)
@@ -14,7 +14,7 @@ def offer(id: int, num: int) -> Offer:
     return Offer(id, REQUEST, None, deque((row, b"%d" % row) for row in range(num)), 0.0, 0)
 
 
-def rows_of(parts: list[Part]) -> list[tuple[int, int]]:
+def rows_of(parts: list[OfferedChunks]) -> list[tuple[int, int]]:
     return [(offer.id, row) for offer, part in parts for row, _ in part]
 
 
@@ -49,7 +49,7 @@ class Time:
     def __init__(self) -> None:
         self.now = 0.0
 
-    def look(self, parts: Iterator[Part], part_s: float) -> int:
+    def look(self, parts: Iterator[OfferedChunks], part_s: float) -> int:
         num = 0
         for _, part in parts:
             num += len(part)

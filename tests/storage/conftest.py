@@ -31,7 +31,7 @@ ROOT = b"R" * 32
 NAMESPACE = b"N" * 32
 DAY_S = 86_400.0
 
-Kind = TypeVar("Kind", bound=Event)
+SomeEvent = TypeVar("SomeEvent", bound=Event)
 
 
 def hash_of(chain: str, position: int) -> bytes:
@@ -168,9 +168,9 @@ class Mailbox:
         self.client = client
         self.events: list[Event] = []
 
-    def take(self, kind: type[Kind], count: int = 1) -> list[Kind]:
+    def take(self, kind: type[SomeEvent], count: int = 1) -> list[SomeEvent]:
         """Wait for the next `count` events of a kind, in order."""
-        found: list[Kind] = []
+        found: list[SomeEvent] = []
 
         def has_come() -> bool:
             self.events += self.client.poll()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.fakes import FakeClock
 from tieredkv.engine.engine_messages import RequestUsage
-from tieredkv.server.diagnosis import Diagnosis, Part, Seen
+from tieredkv.server.diagnosis import Diagnosis, PromptPart, Seen
 from tieredkv.server.history import NUM_SAMPLES, SAMPLE_S, History
 from tieredkv.types import Tier
 
@@ -151,7 +151,7 @@ def test_slow_requests_are_told_with_their_receipts() -> None:
 
 def test_slow_requests_tell_the_reason_of_their_receipts() -> None:
     history, _, _ = make()
-    parts: list[Part] = [("input", "a text", "the prompt")]
+    parts: list[PromptPart] = [("input", "a text", "the prompt")]
     other, seen = (Seen.of(parts, 100, {"namespace": salt}) for salt in "ab")
     diagnosis, missed = Diagnosis(seen, [other]), usage(100)
     missed = msgspec.structs.replace(missed, miss_reason="never_seen")

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-Part = TypeVar("Part")
+Value = TypeVar("Value")
 
 WORDS = {
     "lifetimes": "how long the disk keeps blocks",
@@ -18,7 +18,7 @@ WORDS = {
 """What the parts of an answer are called that may be left out."""
 
 
-def told(answer: Mapping[str, Any] | None, name: str, kind: type[Part]) -> Part | None:
+def told(answer: Mapping[str, Any] | None, name: str, kind: type[Value]) -> Value | None:
     """Return a part of an answer; None if it is not there, or has the form of another version."""
     with contextlib.suppress(msgspec.ValidationError):
         if answer and name in answer:

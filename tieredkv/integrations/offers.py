@@ -40,7 +40,8 @@ class Offer(NamedTuple):
     purge: int
 
 
-Part = tuple[Offer, list[tuple[int, bytes]]]
+OfferedChunks = tuple[Offer, list[tuple[int, bytes]]]
+"""An offer, and some of its chunks as in `Offer.left`."""
 
 
 @dataclass(slots=True)
@@ -63,7 +64,7 @@ class Offers:
         """Add an offer of the step that is being scheduled."""
         self._new.append(offer)
 
-    def end_step(self) -> Iterator[Part]:
+    def end_step(self) -> Iterator[OfferedChunks]:
         """Yield what is to be looked at now that a step has been scheduled, none of it its own."""
         now = self.clock()
         until = now + min(_SHARE_OF_STEP * (now - self._step_ended_at), _MOST_S)
@@ -76,13 +77,13 @@ class Offers:
         self._merge()
         self._step_ended_at = self.clock()
 
-    def take_all(self) -> Iterator[Part]:
+    def take_all(self) -> Iterator[OfferedChunks]:
         """Yield all that was offered."""
         self._merge()
         while self._old:
             yield self._next()
 
-    def _next(self) -> Part:
+    def _next(self) -> OfferedChunks:
         """Take some chunks of the first offer; `left` is empty with the last ones of an offer."""
         offer = self._old[0]
         part = [offer.left.popleft() for _ in range(min(PART_CHUNKS, len(offer.left)))]

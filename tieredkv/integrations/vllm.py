@@ -65,7 +65,7 @@ from tieredkv.integrations.ages import Ages
 from tieredkv.integrations.announced import Announced
 from tieredkv.integrations.heads import Head
 from tieredkv.integrations.identity import Identity, known_weights
-from tieredkv.integrations.offers import Offer, Offers, Part
+from tieredkv.integrations.offers import Offer, Offers, OfferedChunks
 from tieredkv.integrations.prefill_meter import PrefillMeter
 from tieredkv.integrations.restore_choice import ANY_LENGTH
 from tieredkv.integrations.row_store import Job, RowStore
@@ -401,7 +401,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         context = job_metadata.req_context
         self._offers.add(Offer(job_metadata.job_id, request, context, left, now, purge))
 
-    def _store(self, parts: Iterable[Part]) -> None:
+    def _store(self, parts: Iterable[OfferedChunks]) -> None:
         """Begin to write chunks that were offered."""
         for offer, part in parts:
             records = {row: it for row, key in part if (it := self._record(offer, key)) is not None}

@@ -25,7 +25,7 @@ from tieredkv.errors import RequestError
 from tieredkv.fields import Object
 from tieredkv.retention import RetentionPolicies, RetentionPolicy
 from tieredkv.server.chat import Tokenization
-from tieredkv.server.diagnosis import NONE, Diagnosis, Part, Seen
+from tieredkv.server.diagnosis import NONE, Diagnosis, PromptPart, Seen
 from tieredkv.server.generation import Piece
 from tieredkv.server.ignored import printable
 from tieredkv.server.reply import Reading, Reply
@@ -253,7 +253,7 @@ class Asked:
     stream: bool = False
     prompt_field: str = "messages"
     labels: dict[str, str] = field(default_factory=dict)
-    parts: Sequence[Part] = ()
+    parts: Sequence[PromptPart] = ()
     settings: Json = field(default_factory=dict)
     template: Mapping[str, Any] = field(default_factory=dict)
     compared_id: str | None = None

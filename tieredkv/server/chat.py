@@ -31,7 +31,7 @@ from tieredkv.engine.detokenizer import Detokenizer
 from tieredkv.engine.prompt import too_long
 from tieredkv.errors import RequestError
 from tieredkv.server.chat_template import MAX_ROUNDS, ChatTemplate, Spans, template_of, variables_of
-from tieredkv.server.diagnosis import Part, parts_of
+from tieredkv.server.diagnosis import PromptPart, parts_of
 from tieredkv.server.encoding import Encoding
 from tieredkv.server.histories import TOOL, TOOLS, Form, Mark, Messages, find_form
 from tieredkv.server.hosted import Note
@@ -85,7 +85,7 @@ class Encoded(NamedTuple):
 
     token_ids: list[int]
     ends: list[int]
-    parts: Sequence[Part] = ()
+    parts: Sequence[PromptPart] = ()
     text: str = ""
     place: Place | None = None
     template: Mapping[str, Any] = MappingProxyType({})

@@ -37,7 +37,7 @@ _OF_TEMPLATES = {
 _KINDS = ("tools", "system", "messages", "input")
 
 
-Part = tuple[str, Any, str]
+PromptPart = tuple[str, Any, str]
 """A part of a prompt before it is reduced to digests: its kind, its text or JSON, its name."""
 
 
@@ -46,7 +46,7 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
 
 
-def tails_of(parts: Sequence[Part]) -> frozenset[bytes]:
+def tails_of(parts: Sequence[PromptPart]) -> frozenset[bytes]:
     """Return digests of the ends of the first text or message, one from each of its first words on.
 
     If two texts share a digest, they differ only near the top, even if words were added or removed
@@ -95,9 +95,11 @@ class Segment(NamedTuple):
 
 def parts_of(
     tools: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]
-) -> list[Part]:
+) -> list[PromptPart]:
     """Return the parts of a conversation in the order of its prompt."""
-    parts: list[Part] = [("tools", tool, f"tool `{tool['function']['name']}`") for tool in tools]
+    parts: list[PromptPart] = [
+        ("tools", tool, f"tool `{tool['function']['name']}`") for tool in tools
+    ]
     for i, message in enumerate(messages):
         kind = "system" if message["role"] == "system" else "messages"
         parts.append((kind, message, f"message {i}"))
@@ -125,7 +127,7 @@ class Seen(NamedTuple):
     @classmethod
     def of(
         cls,
-        parts: Sequence[Part],
+        parts: Sequence[PromptPart],
         num_tokens: int,
         settings: Mapping[str, Any],
         template: Mapping[str, Any] = MappingProxyType({}),

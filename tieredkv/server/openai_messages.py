@@ -115,7 +115,7 @@ def part_reader(
     return BeforeValidator(read_part, json_schema_input_type=kind | unknown)
 
 
-Part = Annotated[ContentPart, part_reader(ContentPart, _CHAT_PARTS, UnknownPart)]
+ChatPart = Annotated[ContentPart, part_reader(ContentPart, _CHAT_PARTS, UnknownPart)]
 
 
 def unknown_parts(path: str, parts: Sequence[ContentPart]) -> list[str]:
@@ -235,7 +235,7 @@ class Message(Controlled):
     """The roles that are known; a message of another one is the user's."""
 
     role: Text
-    content: Annotated[list[Part], FAIL_FAST, PARTS] = Field([])
+    content: Annotated[list[ChatPart], FAIL_FAST, PARTS] = Field([])
     tool_calls: Annotated[list[Call], FAIL_FAST] = Field([])
     name: str | None = None
     refusal: str | None = None

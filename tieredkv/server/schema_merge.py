@@ -13,7 +13,8 @@ import msgspec
 Schema = Any
 """A JSON schema: an object, or a boolean."""
 
-Part = dict[str, Any]
+ObjectSchema = dict[str, Any]
+"""A JSON schema that is an object."""
 
 
 class EmptyError(ValueError):
@@ -40,7 +41,9 @@ UNEVALUATED = "\0unevaluatedProperties"
 """Those beside other schemas: it is known only once all of these are merged what they are."""
 
 
-def merged(leaves: list[Part], left: set[str]) -> tuple[Part, list[tuple[str, list[Schema]]]]:
+def merged(
+    leaves: list[ObjectSchema], left: set[str]
+) -> tuple[ObjectSchema, list[tuple[str, list[Schema]]]]:
     """Return one schema that demands all, without its choices, and these.
 
     Args:
@@ -50,7 +53,7 @@ def merged(leaves: list[Part], left: set[str]) -> tuple[Part, list[tuple[str, li
     Raises:
         EmptyError: no value follows all of them.
     """
-    base, choices = Part(), list[tuple[str, list[Schema]]]()
+    base, choices = ObjectSchema(), list[tuple[str, list[Schema]]]()
     for leaf in leaves:
         choices += [(key, leaf[key]) for key in ("anyOf", "oneOf") if key in leaf]
         rest = {key: value for key, value in leaf.items() if key not in ("anyOf", "oneOf")}
@@ -58,7 +61,7 @@ def merged(leaves: list[Part], left: set[str]) -> tuple[Part, list[tuple[str, li
     return base, choices
 
 
-def _both_of(one: Part, other: Part, left: set[str]) -> Part:
+def _both_of(one: ObjectSchema, other: ObjectSchema, left: set[str]) -> ObjectSchema:
     if not one or not other:
         return one or other
     made = one | other
@@ -89,7 +92,9 @@ def _both_of(one: Part, other: Part, left: set[str]) -> Part:
     return made
 
 
-def _merge_properties(one: Part, other: Part, made: Part, left: set[str]) -> None:
+def _merge_properties(
+    one: ObjectSchema, other: ObjectSchema, made: ObjectSchema, left: set[str]
+) -> None:
     names = [*dict.fromkeys([*one.get("properties", ()), *other.get("properties", ())])]
     of_both = {name: _both(*(_property(it, name) for it in (one, other))) for name in names}
     for it, beside in ((one, other), (other, one)):
@@ -109,12 +114,12 @@ def _both(one: Schema, other: Schema) -> Schema:
     return one if other in (True, {}) else {"allOf": [one, other]}
 
 
-def _item(part: Part, index: int) -> Schema:
+def _item(part: ObjectSchema, index: int) -> Schema:
     heads = part.get("prefixItems", [])
     return heads[index] if index < len(heads) else part.get("items", True)
 
 
-def _property(part: Part, name: str) -> Schema:
+def _property(part: ObjectSchema, name: str) -> Schema:
     properties = part.get("properties", {})
     if name in properties:
         return properties[name]

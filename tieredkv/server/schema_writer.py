@@ -20,7 +20,7 @@ from tieredkv.server.patterns import PatternError, of_length, written_in_json
 from tieredkv.server.schema_merge import (
     UNEVALUATED,
     EmptyError,
-    Part,
+    ObjectSchema,
     Schema,
     common,
     key_of,
@@ -181,7 +181,7 @@ class _Writer:
             return self._once(part)
         return self._made(part)
 
-    def _once(self, part: Part) -> Schema:
+    def _once(self, part: ObjectSchema) -> Schema:
         """Write a part that may be met again, and refer to it: so recursion ends."""
         told = {key: part[key] for key in part.keys() & _TOLD}
         key = msgspec.json.encode(told, order="deterministic")
@@ -194,7 +194,7 @@ class _Writer:
             self.begun.add(name)
         return False if self.named[name] is False else {"$ref": f"#/$defs/{name}"}
 
-    def _made(self, part: Part) -> Schema:
+    def _made(self, part: ObjectSchema) -> Schema:
         self._num_parts += 1
         if self._num_parts > MAX_PARTS:
             raise TooLargeError
@@ -210,7 +210,7 @@ class _Writer:
 
     def _leaves(
         self, part: Schema, within: frozenset[str] = frozenset(), *, is_outer: bool = True
-    ) -> Iterator[Part]:
+    ) -> Iterator[ObjectSchema]:
         """Yield schemas without references and `allOf`, all of which must be followed."""
         if part is False:
             raise EmptyError
@@ -240,7 +240,7 @@ class _Writer:
                 self.left.add(keyword)
         yield leaf
 
-    def _note_unknown(self, part: Part) -> None:
+    def _note_unknown(self, part: ObjectSchema) -> None:
         unknown = part.keys() & _UNKNOWN
         if not part.keys() & {"then", "else"}:
             unknown -= {"if"}
@@ -248,7 +248,7 @@ class _Writer:
             unknown -= {"then", "else"}
         self.left |= unknown
 
-    def _chosen(self, base: Part, choices: list[tuple[str, list[Schema]]]) -> Schema:
+    def _chosen(self, base: ObjectSchema, choices: list[tuple[str, list[Schema]]]) -> Schema:
         """Write the branches of a choice, each with all that must be followed beside it."""
         (kind, options), *others = choices
         if (base or others) and math.prod(len(each) for _, each in choices) > self._max_branches:
@@ -287,7 +287,7 @@ class _Writer:
                 values[name] = {*map(key_of, part["enum"])}
         return types | ({"integer"} if "number" in types else set()), values
 
-    def _plainly(self, part: Schema) -> Part:
+    def _plainly(self, part: Schema) -> ObjectSchema:
         """Return what a part demands, without its choices."""
         left = set(self.left)
         try:
@@ -299,7 +299,7 @@ class _Writer:
 
     # --- One schema for each type
 
-    def _typed(self, base: Part) -> Schema:
+    def _typed(self, base: ObjectSchema) -> Schema:
         if "enum" in base:
             return self._listed(base)
         types = [*types_of(base)] or [
@@ -321,7 +321,7 @@ class _Writer:
             raise EmptyError
         return made[0] if len(made) == 1 else {"anyOf": made}
 
-    def _listed(self, base: Part) -> Schema:
+    def _listed(self, base: ObjectSchema) -> Schema:
         from jsonschema import Draft202012Validator
 
         rest = {key: value for key, value in base.items() if key not in ("enum", "format")}
@@ -340,9 +340,9 @@ class _Writer:
             return {"type": "number"}
         return _told_apart({"enum": kept}, msgspec.json.encode(kept))
 
-    def _string(self, base: Part) -> Schema:
+    def _string(self, base: ObjectSchema) -> Schema:
         least, most = _bounds(base, "minLength", "maxLength")
-        form, pattern, made = base.get("format"), None, Part(type="string")
+        form, pattern, made = base.get("format"), None, ObjectSchema(type="string")
         form = _NARROWER.get(form or "", form)
         if form == "regex":
             self.left.add("format")
@@ -368,7 +368,7 @@ class _Writer:
             self.left.add("minLength and maxLength beside pattern and format")
         return made
 
-    def _number(self, base: Part) -> Schema:
+    def _number(self, base: ObjectSchema) -> Schema:
         step = Fraction(str(base["multipleOf"])) if "multipleOf" in base else None
         if step is not None and step.denominator == 1:
             return self._integer(base)
@@ -389,7 +389,7 @@ class _Writer:
                 return {"enum": [low if low == high else (low + high) / 2]}
         return made | {"type": "number"}
 
-    def _integer(self, base: Part) -> Schema:
+    def _integer(self, base: ObjectSchema) -> Schema:
         lows = [math.ceil(base["minimum"])] if "minimum" in base else []
         lows += [math.floor(base["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in base else []
         highs = [math.floor(base["maximum"])] if "maximum" in base else []
@@ -398,7 +398,7 @@ class _Writer:
         if low is not None and high is not None and low > high:
             raise EmptyError
         step = Fraction(str(base.get("multipleOf", 1)))
-        made: Part = {"type": "integer"}
+        made: ObjectSchema = {"type": "integer"}
         if step.numerator != 1:  # of an integer, each multiple of 1/n is one of n/n
             every = step.numerator
             if low is not None and high is not None and (high - low) // every <= MAX_MULTIPLES:
@@ -420,7 +420,7 @@ class _Writer:
                 self.left.add(key)
         return made
 
-    def _array(self, base: Part) -> Schema:
+    def _array(self, base: ObjectSchema) -> Schema:
         heads = [self.write(it) for it in base.get("prefixItems", ())]
         rest = self.write(base.get("items", True))
         least, most = _bounds(base, "minItems", "maxItems")
@@ -432,14 +432,14 @@ class _Writer:
             raise EmptyError
         if base.get("uniqueItems") and most not in (0, 1) and (rest is not False or heads[1:]):
             self.left.add("uniqueItems")
-        made: Part = {"type": "array", "items": rest}
+        made: ObjectSchema = {"type": "array", "items": rest}
         if heads:
             made["prefixItems"] = heads
         made |= {"minItems": least} if least else {}
         made |= {"maxItems": most} if most is not None and rest is not False else {}
         return made
 
-    def _object(self, base: Part) -> Schema:
+    def _object(self, base: ObjectSchema) -> Schema:
         described = base.get("patternProperties", {})
         if len(described) == 1 and "properties" not in base and described.keys() <= _ANY_NAME:
             base = {key: value for key, value in base.items() if key != "patternProperties"}
@@ -466,7 +466,7 @@ class _Writer:
             raise EmptyError
         elif missing:
             properties |= dict.fromkeys(missing, others)
-        made: Part = {"type": "object", "additionalProperties": others}
+        made: ObjectSchema = {"type": "object", "additionalProperties": others}
         made |= {"properties": properties} if properties else {}
         made |= {"patternProperties": patterns} if patterns else {}
         needed = [name for name in required if name in properties]
@@ -477,7 +477,11 @@ class _Writer:
         return _told_apart(made, msgspec.json.encode([made])) if is_odd else made
 
     def _beside_patterns(
-        self, base: Part, properties: Part, patterns: dict[str, Schema], others: Schema
+        self,
+        base: ObjectSchema,
+        properties: ObjectSchema,
+        patterns: dict[str, Schema],
+        others: Schema,
     ) -> Schema:
         """Return what further properties may be beside those that patterns describe.
 
@@ -503,7 +507,7 @@ class _Writer:
         return False
 
     def _beside_names(
-        self, names: Schema, properties: Part, patterns: dict[str, Schema], others: Schema
+        self, names: Schema, properties: ObjectSchema, patterns: dict[str, Schema], others: Schema
     ) -> Schema:
         """Return what further properties may be, given what all names must follow."""
         if patterns:
@@ -528,7 +532,7 @@ class _Writer:
         patterns[form["pattern"]] = others
         return False
 
-    def _bound_count(self, base: Part, made: Part, num_required: int) -> None:
+    def _bound_count(self, base: ObjectSchema, made: ObjectSchema, num_required: int) -> None:
         least, most = _bounds(base, "minProperties", "maxProperties")
         is_closed = made["additionalProperties"] is False and "patternProperties" not in made
         if most is not None and most < num_required:
@@ -543,7 +547,7 @@ class _Writer:
             made["maxProperties"] = most
 
 
-_WRITERS: dict[str, Callable[[_Writer, Part], Schema]] = {
+_WRITERS: dict[str, Callable[[_Writer, ObjectSchema], Schema]] = {
     "string": _Writer._string,
     "number": _Writer._number,
     "integer": _Writer._integer,
@@ -554,7 +558,7 @@ _WRITERS: dict[str, Callable[[_Writer, Part], Schema]] = {
 }
 
 
-def _bounds(base: Part, least: str, most: str) -> tuple[int, int | None]:
+def _bounds(base: ObjectSchema, least: str, most: str) -> tuple[int, int | None]:
     """Return how many there must be and may be; None if that is not bounded."""
     low, high = int(base.get(least, 0)), base.get(most)
     if low > MAX_COUNT or (high is not None and low > high):
@@ -569,7 +573,7 @@ def _start(pattern: str) -> str | None:
     return text if pattern != text and text and is_plain else None
 
 
-def _told_apart(made: Part, told: bytes) -> Part:
+def _told_apart(made: ObjectSchema, told: bytes) -> ObjectSchema:
     """Mark a schema, so that xgrammar does not take another for the same one."""
     return made | {"$anchor": "a" + hashlib.blake2b(told, digest_size=8).hexdigest()}
 

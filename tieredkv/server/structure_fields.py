@@ -51,7 +51,7 @@ class NamedSchema(Object):
         return json_format(enforceable(self.of, field, name=name, is_strict=self.strict))
 
 
-Kind = Literal["text", "json_object", "json_schema"]
+FormatType = Literal["text", "json_object", "json_schema"]
 
 
 class ResponseFormat(Object):
@@ -59,7 +59,7 @@ class ResponseFormat(Object):
 
     needed: ClassVar[tuple[str, ...]] = ("json_schema.json_schema",)
 
-    type: Kind
+    type: FormatType
     json_schema: NamedSchema = NamedSchema()
 
 
@@ -68,7 +68,7 @@ class TextFormat(NamedSchema):
 
     needed: ClassVar[tuple[str, ...]] = ("json_schema.name", "json_schema.schema")
 
-    type: Kind
+    type: FormatType
 
 
 def _check_text_format(value: Any, info: ValidationInfo) -> Any:
