@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from tieredkv.integrations.identity import Identity
-from tieredkv.integrations.offers import PART_CHUNKS, Offer, Offers, OfferedChunks
+from tieredkv.integrations.offers import PART_CHUNKS, Offer, OfferedChunks, Offers
 from tieredkv.integrations.tier_request import TierRequest
 
 REQUEST = TierRequest("r", Identity("vllm", {}), "24h", bytes(32), bytes(16), is_announced=True)

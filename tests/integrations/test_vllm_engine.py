@@ -330,7 +330,7 @@ def test_what_prompts_take_is_learnt_from_the_schedulers_steps(
     for at, length in enumerate([300, 900, 3900, 500, 2100, 1300]):
         # Most steps are short, as with people who read answers.
         engine.serve(prompt_of(f"{at}", length), "in_memory", length=20)
-    times = engine.tier._restores.times
+    times = engine.tier._chooser.times
     assert times is not None
     for length in (640, 1280, 3000):
         learnt = PromptTimes(times, ANY_LENGTH)(0, length)

@@ -121,7 +121,7 @@ def test_a_request_keeps_its_choice_until_it_is_preempted(setup: Setup) -> None:
     engine.store(chain)
     engine.forget()
     context = computes(engine, chain)
-    engine.tier._restores.restore = "load"  # what is known now would be chosen otherwise
+    engine.tier._chooser.restore = "load"  # what is known now would be chosen otherwise
     for _ in range(5):
         engine.step()
         assert engine.manager.lookup(chain[0], context).name == "MISS"
@@ -242,17 +242,17 @@ def test_what_computing_takes_is_learnt_from_any_traffic_and_kept(setup: Setup) 
         engine.settle()
         engine.manager.on_request_finished(context)
         engine.forget()
-    meter = engine.tier._restores.meter
+    meter = engine.tier._chooser.meter
     assert meter.times is not None
     assert engine.metrics()["tieredkv_prefill_tokens_per_s", ()] > 0
     engine.tier._rows.read_rate.learn(1 << 30, 1.0, time.monotonic())
     known = meter.times.step_seconds(128, 0)
     again = setup.reopen(engine, tier={"restore": "auto"})
-    assert again.tier._restores.times.step_seconds(128, 0) == pytest.approx(known)
+    assert again.tier._chooser.times.step_seconds(128, 0) == pytest.approx(known)
     assert again.tier._rows.read_rate.is_known
     assert json.loads((setup.folder / "rates.json").read_text())["machine"]["model"]
     other = setup.reopen(again, tier={"restore": "auto"}, dtype="float16")
-    assert other.tier._restores.times is None, "rates of another model"
+    assert other.tier._chooser.times is None, "rates of another model"
 
 
 def test_a_load_teaches_the_disks_rate_and_what_the_protocol_costs(
@@ -283,7 +283,7 @@ def test_a_load_teaches_the_disks_rate_and_what_the_protocol_costs(
     engine.step(begun=[context])
     assert sum(learnt) == 8 * engine.row_bytes
     assert rows.read_rate.num_bytes == 0
-    assert engine.tier._restores.protocol._measured
+    assert engine.tier._chooser.protocol._measured
 
 
 def test_loads_of_a_worker_that_is_killed_teach_nothing(setup: Setup) -> None:

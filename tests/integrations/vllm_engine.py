@@ -351,8 +351,8 @@ class VllmEngine:
             empty += [
                 (tier, ("_requests", "_keys", "_asking", "_finished")),
                 (tier._rows, ("_jobs", "_lent", "_unlent", "_lookups", "_num_stored_rows")),
-                (tier._restores, ("_loads",)),
-                (tier._restores.meter, ("_prompts",)),
+                (tier._chooser, ("_loads",)),
+                (tier._chooser.meter, ("_prompts",)),
             ]
         for whole, names in empty:
             for name in names:

@@ -18,8 +18,8 @@ A request says how long its chunks are kept by `kv_transfer_params`, such as `{"
 what tells something that is not known here is kept in memory only. vLLM itself shares its memory
 among all who send the same tokens and the same `cache_salt`, whatever tenant they name here.
 
-vLLM loads the head of a prompt or none of it. `restores` chooses for each request, once the disk
-has told how much of it is there; a chunk that is computed by choice is a miss for vLLM.
+vLLM loads the head of a prompt or none of it. `restore_chooser` chooses for each request, once the
+disk has told how much of it is there; a chunk that is computed by choice is a miss for vLLM.
 """
 
 import dataclasses
@@ -60,12 +60,12 @@ from tieredkv.clock import Clock
 from tieredkv.engine.store_options import store_options
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.hashing import namespace_digest
-from tieredkv.integrations import restores, vllm_settings
+from tieredkv.integrations import restore_chooser, vllm_settings
 from tieredkv.integrations.ages import Ages
 from tieredkv.integrations.announced import Announced
 from tieredkv.integrations.heads import Head
 from tieredkv.integrations.identity import Identity, known_weights
-from tieredkv.integrations.offers import Offer, Offers, OfferedChunks
+from tieredkv.integrations.offers import Offer, OfferedChunks, Offers
 from tieredkv.integrations.prefill_meter import PrefillMeter
 from tieredkv.integrations.restore_choice import ANY_LENGTH
 from tieredkv.integrations.row_store import Job, RowStore
@@ -130,7 +130,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         vllm_settings.warn_if_untried(vllm_version)
         settings = vllm_settings.load(config)
         assert settings.disk_dir is not None, "it was checked"
-        given_times = restores.given_times(config.get("prefill_seconds"))
+        given_times = restore_chooser.given_times(config.get("prefill_seconds"))
         num_rows, self._row_bytes = vllm_settings.shape_of(primary_kv_view)
         self._num_rows = num_rows
         try:
@@ -191,10 +191,10 @@ class TieredKVTier(_Base):  # type: ignore[misc]
             raise
         span = self._spans[self._first_group]
         meter = PrefillMeter(ComputeRate(chunk=ANY_LENGTH), span)
-        self._restores = restores.Restores(
+        self._chooser = restore_chooser.RestoreChooser(
             settings.restore, self._rows, given_times, meter, span, self._row_bytes
         )
-        self._rates = restores.rate_file(
+        self._rates = restore_chooser.rate_file(
             folder,
             self._rows,
             meter.compute,
@@ -222,8 +222,8 @@ class TieredKVTier(_Base):  # type: ignore[misc]
     def on_request_finished(self, req_context: Any) -> None:
         """Forget a request."""
         self._requests.pop(req_context.req_id, None)
-        self._restores.forget(req_context.req_id)
-        self._restores.meter.forget(req_context.req_id)
+        self._chooser.forget(req_context.req_id)
+        self._chooser.meter.forget(req_context.req_id)
 
     def _request(self, req_context: Any) -> TierRequest:
         if (request := self._requests.get(req_context.req_id)) is None:
@@ -301,7 +301,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
             head = request.shown.head(group, place, has, self._windows, self._num_rows)
             span, num = self._spans[group], len(head.chunks) + head.num_others
             num_tokens = span * max(head.end, request.shown.end(group))
-            request.choice = self._restores.choose(
+            request.choice = self._chooser.choose(
                 request.id, span * head.begin, span * head.end, num_tokens, [*head.chunks], num
             )
             what = "load" if request.choice.should_load else "compute"
@@ -327,15 +327,15 @@ class TieredKVTier(_Base):  # type: ignore[misc]
 
     def on_schedule_end(self, context: Any) -> None:
         """Send the questions of this step, all in one message, and note what it began."""
-        meter = self._restores.meter
+        meter = self._chooser.meter
         meter.note_step()
         for id in getattr(context, "preempted_req_ids", ()):
             meter.forget(id)
-            self._restores.forget(id)
+            self._chooser.forget(id)
             if (request := self._requests.get(id)) is not None:
                 request.choice = request.too_long = request.missed_at = None
         for id in getattr(context, "new_req_ids", ()):
-            self._restores.note_scheduled(id)
+            self._chooser.note_scheduled(id)
             request = self._requests.get(id)
             if request is not None and request.missed_at is not None:
                 span, end = meter.chunk_tokens, request.shown.end(self._first_group)
@@ -345,7 +345,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         self._rates.keep()
         if _Stats is None and time.monotonic() - self._told_at > _LOG_S:
             self._told_at = time.monotonic()
-            gather(self._stats, self._rows, self._restores)
+            gather(self._stats, self._rows, self._chooser)
             logger.info("disk tier: %s", self._stats)
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
@@ -464,7 +464,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         hashes = (request.hash(key) for key in firsts)
         places = [it for each in hashes if (it := request.shown.place(each)) is not None]
         if places:
-            meter = self._restores.meter
+            meter = self._chooser.meter
             meter.note_offer(request.id, meter.chunk_tokens * (max(places) + 1))
 
     def _take(self, jobs: Iterable[Job]) -> None:
@@ -508,7 +508,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
             claimed = life.computed_at, request.retention, self._clock.now()
             self._rows.touch(self._rows.claim(request.hash(keys[row]), *claimed))
         num_bytes = len(job.loaded) * self._row_bytes
-        self._restores.note_read(request.id, num_bytes, job.ended_at, ok=not job.failed)
+        self._chooser.note_read(request.id, num_bytes, job.ended_at, ok=not job.failed)
 
     def _end(self, id: int, job: Job | None = None) -> None:
         """Report the end of a job, with all that this version of vLLM wants to know."""
@@ -561,7 +561,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         if _Stats is None or time.monotonic() - self._told_at < _TELL_S:
             return None
         self._told_at = time.monotonic()
-        gather(self._stats, self._rows, self._restores)
+        gather(self._stats, self._rows, self._chooser)
         return self._stats.tell(_Stats())
 
     # --- what a chunk is -----------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from tieredkv.cache.step_times import PromptTimes
 from tieredkv.integrations.restore_choice import ANY_LENGTH
-from tieredkv.integrations.restores import Restores
+from tieredkv.integrations.restore_chooser import RestoreChooser
 from tieredkv.integrations.row_store import RowStore
 
 
@@ -117,17 +117,17 @@ class TierStats:
         return ", ".join(f"{name} {figure:g}" for name, figure in sorted(told.items()))
 
 
-def gather(stats: TierStats, rows: RowStore, restores: Restores) -> None:
+def gather(stats: TierStats, rows: RowStore, chooser: RestoreChooser) -> None:
     """Take in the figures that a tier's disk and its choices keep themselves."""
-    store, meter, reads, writes = rows.stats(), restores.meter, rows.read_rate, rows.write_rate
+    store, meter, reads, writes = rows.stats(), chooser.meter, rows.read_rate, rows.write_rate
     stats.follow("tieredkv_expired_chunks", store.num_expired)
     stats.follow("tieredkv_evicted_chunks", store.num_evicted)
     stats.follow("tieredkv_worker_restarts", rows.num_restarts)
-    stats.follow("tieredkv_load_seconds", restores.predicted_s, "predicted")
-    stats.follow("tieredkv_load_seconds", restores.measured_s, "measured")
+    stats.follow("tieredkv_load_seconds", chooser.predicted_s, "predicted")
+    stats.follow("tieredkv_load_seconds", chooser.measured_s, "measured")
     stats.follow("tieredkv_prefill_seconds", meter.predicted_s, "predicted")
     stats.follow("tieredkv_prefill_seconds", meter.measured_s, "measured")
-    times = restores.times
+    times = chooser.times
     prefill_s = PromptTimes(times, ANY_LENGTH)(0, 8192) if times is not None else float("inf")
     stats.show(
         {
@@ -137,7 +137,7 @@ def gather(stats: TierStats, rows: RowStore, restores: Restores) -> None:
             "tieredkv_disk_read_bytes_per_s": reads.bytes_per_s if reads.is_known else 0,
             "tieredkv_disk_write_bytes_per_s": writes.bytes_per_s if writes.is_known else 0,
             "tieredkv_prefill_tokens_per_s": 8192 / prefill_s,
-            "tieredkv_protocol_seconds": restores.protocol.seconds(restores.clock()),
+            "tieredkv_protocol_seconds": chooser.protocol.seconds(chooser.clock()),
         }
     )
 

@@ -81,7 +81,7 @@ class _Load:
 
 
 @dataclass(slots=True)
-class Restores:
+class RestoreChooser:
     """The choices of one tier, and the rates that they follow from.
 
     Attributes:

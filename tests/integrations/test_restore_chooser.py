@@ -12,14 +12,14 @@ from tieredkv.cache.compute_rate import ComputeRate
 from tieredkv.cache.link_rate import LinkRate
 from tieredkv.cache.step_times import PromptTimes, Step
 from tieredkv.errors import ConfigError
-from tieredkv.integrations import restores
+from tieredkv.integrations import restore_chooser
 from tieredkv.integrations.prefill_meter import PrefillMeter
 from tieredkv.integrations.restore_choice import ANY_LENGTH, replay
-from tieredkv.integrations.restores import (
+from tieredkv.integrations.restore_chooser import (
     COPY_BYTES_PER_S,
     FIRST_PROTOCOL_S,
     ProtocolTime,
-    Restores,
+    RestoreChooser,
     device_names,
     given_times,
 )
@@ -27,7 +27,7 @@ from tieredkv.integrations.row_store import RowStore
 from tieredkv.steps import pairs
 
 CHUNK, ROW_BYTES = 64, 8 << 20
-Make = Callable[..., Restores]
+Make = Callable[..., RestoreChooser]
 
 
 class FakeRows:
@@ -50,7 +50,7 @@ class Tier:
         self.rows = FakeRows()
         clock = lambda: self.clock.moment  # noqa: E731
         self.meter = PrefillMeter(ComputeRate(ANY_LENGTH), CHUNK, clock)
-        self.restores = Restores(
+        self.chooser = RestoreChooser(
             cast(Any, restore),
             cast(RowStore, self.rows),
             given_times(told),
@@ -70,7 +70,7 @@ class Tier:
     def choose(self, name: str = "r", num: int = 128) -> str:
         hashes = [b"%d" % n for n in range(num)]
         tokens = num * CHUNK
-        choice = self.restores.choose(name, 0, tokens, tokens + 1, hashes, num)
+        choice = self.chooser.choose(name, 0, tokens, tokens + 1, hashes, num)
         return f"{'load' if choice.should_load else 'compute'}: {choice.reason}"
 
 
@@ -102,11 +102,11 @@ def test_a_disk_that_is_not_used_is_measured_every_few_seconds() -> None:
         tier.clock.moment += 0.5
     assert 8 <= len(tier.rows.probed) <= 12
     sizes = {len(hashes) * ROW_BYTES for hashes in tier.rows.probed}
-    assert sizes == {restores.LEAST_PROBE_BYTES}
+    assert sizes == {restore_chooser.LEAST_PROBE_BYTES}
     tier.rows.read_rate.learn(int(5e9), 1.0, tier.clock.moment)
     tier.clock.moment += 10
     tier.choose()
-    assert len(tier.rows.probed[-1]) * ROW_BYTES <= restores.MOST_PROBE_BYTES
+    assert len(tier.rows.probed[-1]) * ROW_BYTES <= restore_chooser.MOST_PROBE_BYTES
 
 
 def test_a_disk_that_became_faster_is_used_again_after_one_probe() -> None:
@@ -143,13 +143,13 @@ def test_what_the_protocol_costs_is_learnt_from_loads() -> None:
     for _ in range(5):
         tier.choose()
         began = tier.clock.moment
-        tier.restores.note_read("r", 64 * ROW_BYTES, began + 0.2, ok=True)
-        tier.restores.note_read("r", 64 * ROW_BYTES, began + 0.4, ok=True)
+        tier.chooser.note_read("r", 64 * ROW_BYTES, began + 0.2, ok=True)
+        tier.chooser.note_read("r", 64 * ROW_BYTES, began + 0.4, ok=True)
         tier.clock.moment += 0.4 + 128 * ROW_BYTES / COPY_BYTES_PER_S + 0.25
-        tier.restores.note_scheduled("r")
-    assert tier.restores.protocol.seconds(tier.clock.moment) == pytest.approx(0.25)
-    assert tier.restores.measured_s == pytest.approx(5 * (0.65 + 128 * ROW_BYTES / 20e9))
-    assert tier.restores.predicted_s == pytest.approx(tier.restores.measured_s, rel=0.5)
+        tier.chooser.note_scheduled("r")
+    assert tier.chooser.protocol.seconds(tier.clock.moment) == pytest.approx(0.25)
+    assert tier.chooser.measured_s == pytest.approx(5 * (0.65 + 128 * ROW_BYTES / 20e9))
+    assert tier.chooser.predicted_s == pytest.approx(tier.chooser.measured_s, rel=0.5)
 
 
 def test_loads_that_fail_and_requests_that_end_teach_nothing() -> None:
@@ -157,12 +157,12 @@ def test_loads_that_fail_and_requests_that_end_teach_nothing() -> None:
     for end in ("fail", "forget", "computed"):
         tier.choose()
         if end != "computed":
-            tier.restores.note_read("r", ROW_BYTES, tier.clock.moment, ok=end != "fail")
+            tier.chooser.note_read("r", ROW_BYTES, tier.clock.moment, ok=end != "fail")
         if end == "forget":
-            tier.restores.forget("r")
+            tier.chooser.forget("r")
         tier.clock.moment += 30
-        tier.restores.note_scheduled("r")
-    assert tier.restores.protocol.seconds(tier.clock.moment) == FIRST_PROTOCOL_S
+        tier.chooser.note_scheduled("r")
+    assert tier.chooser.protocol.seconds(tier.clock.moment) == FIRST_PROTOCOL_S
 
 
 def test_one_long_wait_does_not_count_and_old_times_count_less_and_less() -> None:
@@ -180,7 +180,7 @@ def test_one_long_wait_does_not_count_and_old_times_count_less_and_less() -> Non
 def test_each_choice_is_logged_with_all_that_it_follows_from(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.DEBUG, logger=restores.__name__)
+    caplog.set_level(logging.DEBUG, logger=restore_chooser.__name__)
     tier = Tier()
     tier.learn(read=2e9, prefill=2000)
     tier.choose("chat-7")
