@@ -26,11 +26,11 @@ END_SEQ = (-1).to_bytes(8, "big", signed=True)
 """In the place of a batch's number: the end of a replay."""
 
 
-class Event(msgspec.Struct, omit_defaults=True, tag=True):
+class KVEvent(msgspec.Struct, omit_defaults=True, tag=True):
     """Something that has changed in one medium."""
 
 
-class BlockStored(Event):
+class BlockStored(KVEvent):
     """Blocks that a medium has from now on, each the parent of the next.
 
     Attributes:
@@ -51,14 +51,14 @@ class BlockStored(Event):
     lora_name: str | None
 
 
-class BlockRemoved(Event):
+class BlockRemoved(KVEvent):
     """Blocks that a medium has no more."""
 
     block_hashes: list[bytes]
     medium: str | None
 
 
-class AllBlocksCleared(Event):
+class AllBlocksCleared(KVEvent):
     """No medium has any block."""
 
 

@@ -46,14 +46,14 @@ class Written(msgspec.Struct, array_like=True):
     left_byte_s: _Sum = 0.0
 
 
-class Gone(msgspec.Struct, array_like=True):
+class Removed(msgspec.Struct, array_like=True):
     """Blocks that have left the disk: the ages of the evicted ones, and how many have expired."""
 
     evicted: LogHistogram = msgspec.field(default_factory=LogHistogram)
     num_expired: Counted = 0
 
 
-Count = TypeVar("Count", Written, Gone)
+Count = TypeVar("Count", Written, Removed)
 
 
 class Recent(msgspec.Struct, Generic[Count], array_like=True):
@@ -97,7 +97,7 @@ class LifetimeCounts(msgspec.Struct, array_like=True):
     """What was written to the disk lately, and which blocks have left it."""
 
     written: Recent[Written] = msgspec.field(default_factory=Recent[Written])
-    gone: Recent[Gone] = msgspec.field(default_factory=Recent[Gone])
+    gone: Recent[Removed] = msgspec.field(default_factory=Recent[Removed])
 
     def note_written(
         self, policy: str, num_bytes: int, now: float, *, computed_at: float, expires_at: float
@@ -117,9 +117,9 @@ class LifetimeCounts(msgspec.Struct, array_like=True):
         """Count a block that was kept for as long as its policy promised."""
         self._gone(policy, now).num_expired += 1
 
-    def _gone(self, policy: str, now: float) -> Gone:
+    def _gone(self, policy: str, now: float) -> Removed:
         self.gone.begin(now, AGES_SPAN_S)
-        return self.gone.present.setdefault(policy, Gone())
+        return self.gone.present.setdefault(policy, Removed())
 
     def figures(self, now: float, *, budget_bytes: int, other_bytes: int) -> Lifetimes:
         """Return what the counts say.

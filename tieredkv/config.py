@@ -40,7 +40,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cuda", "cpu"]
 IsolateBy = Literal["none", "api_key", "salt", "prompt_cache_key"]
 Fingerprint = Literal["full", "sample"]
-GenerationConfig = Literal["auto", "none"]
+GenerationConfigMode = Literal["auto", "none"]
 EvictionOrder = Literal["lru", "fifo", "clock", "lfu", "sieve", "s3fifo"]
 DiskWrite = Literal["on_evict", "write_behind"]
 DiskSync = Literal["commit", "none"]
@@ -115,7 +115,7 @@ class Settings:
         "What identifies the weights of cached blocks: a hash of all their bytes, or of a "
         "sample, which is faster to compute for large checkpoints.",
     )
-    generation_config: GenerationConfig = _model(
+    generation_config: GenerationConfigMode = _model(
         "auto",
         "Whether requests that name no sampling parameters get those of the model's "
         "generation_config.json (`auto`) or tieredkv's own (`none`).",

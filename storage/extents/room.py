@@ -167,11 +167,11 @@ class Room:
 
     def _evict_for(self, txn: IndexTxn, wanted: Sequence[Wanted]) -> None:
         """Evict what does not fit beside the space that no block needs."""
-        spare = max(self._space.room_bytes, 0) + self.allocator.idle_bytes(txn)
+        free_bytes = max(self._space.room_bytes, 0) + self.allocator.idle_bytes(txn)
         asked = Counter[bytes]()
         for size, tenant in wanted:
             asked[tenant] += size
-        self._evict(txn, self._spread_bytes(wanted) - spare, asked)
+        self._evict(txn, self._spread_bytes(wanted) - free_bytes, asked)
 
     def _spread_bytes(self, wanted: Iterable[Wanted]) -> int:
         """Return the most that extents can make files grow by."""

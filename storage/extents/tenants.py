@@ -36,7 +36,7 @@ class Tenants:
         self._evictable: list[tuple[bytes, bytes]] = []  # bound, tenant
         self._next_bytes: dict[bytes, int] = {}  # of a kept tenant's next block
         # What would be left of a kept tenant without its next block, as a multiple of its share.
-        self._spares: dict[bytes, float] = {}
+        self._excess: dict[bytes, float] = {}
         self._kept: list[tuple[float, bytes]] = []  # the same, negated, with the tenant
         self._kept_bounds: list[tuple[bytes, bytes]] = []
 
@@ -63,12 +63,12 @@ class Tenants:
             return
         for tenant, num_bytes in txn.growth.items():
             self._bytes[tenant] += num_bytes
-            if tenant in self._spares:
+            if tenant in self._excess:
                 self._keep(tenant, self._bytes[tenant], self._next_bytes[tenant])
         for tenant, order in txn.first_orders.items():
             if tenant not in self._bounds or order < self._bounds[tenant]:
                 self._bounds[tenant] = order
-                if tenant not in self._spares:
+                if tenant not in self._excess:
                     self._let_go(tenant)
                 else:
                     heappush(self._kept_bounds, (order, tenant))
@@ -92,15 +92,15 @@ class Tenants:
         if not self._is_known:
             self._read(txn)
         while self._kept and -self._kept[0][0] >= most_bytes:
-            spare, tenant = heappop(self._kept)
-            if self._spares.get(tenant) == -spare:
-                del self._spares[tenant]
+            excess, tenant = heappop(self._kept)
+            if self._excess.get(tenant) == -excess:
+                del self._excess[tenant]
                 self._let_go(tenant)
         returned = dict[bytes, int]()
         for tenant, num_bytes in asked.items():
             if self._bytes[tenant := tenant_of(tenant)] >= self._share(tenant) * most_bytes:
                 returned[tenant] = num_bytes
-                if self._spares.pop(tenant, None) is not None:
+                if self._excess.pop(tenant, None) is not None:
                     self._let_go(tenant)
         victims, lost = list[Located](), Counter[bytes]()
         while needed_bytes > 0 and len(victims) < TXN_BLOCKS and (found := self._next(asked)):
@@ -148,17 +148,17 @@ class Tenants:
         """Take the tenant whose block is to go next off its heap; tell whether it was kept."""
         while self._evictable:
             bound, tenant = heappop(self._evictable)
-            if tenant not in self._spares and self._bounds.get(tenant) == bound:
+            if tenant not in self._excess and self._bounds.get(tenant) == bound:
                 return tenant, False
         while asked and self._kept_bounds:
             bound, tenant = heappop(self._kept_bounds)
-            if tenant in self._spares and self._bounds.get(tenant) == bound:
-                del self._spares[tenant]
+            if tenant in self._excess and self._bounds.get(tenant) == bound:
+                del self._excess[tenant]
                 return tenant, True
         while self._kept:
-            spare, tenant = heappop(self._kept)
-            if self._spares.get(tenant) == -spare:
-                del self._spares[tenant]
+            excess, tenant = heappop(self._kept)
+            if self._excess.get(tenant) == -excess:
+                del self._excess[tenant]
                 return tenant, True
         return None
 
@@ -169,13 +169,13 @@ class Tenants:
             self._let_go(tenant)
 
     def _keep(self, tenant: bytes, has_bytes: int, next_bytes: int) -> None:
-        spare = (has_bytes - next_bytes) / self._shares[tenant]
-        self._spares[tenant], self._next_bytes[tenant] = spare, next_bytes
-        heappush(self._kept, (-spare, tenant))
+        excess = (has_bytes - next_bytes) / self._shares[tenant]
+        self._excess[tenant], self._next_bytes[tenant] = excess, next_bytes
+        heappush(self._kept, (-excess, tenant))
         heappush(self._kept_bounds, (self._bounds[tenant], tenant))
-        if max(len(self._kept), len(self._kept_bounds)) > 2 * len(self._spares) + _MOST_STALE:
-            self._kept = [(-spare, each) for each, spare in self._spares.items()]
-            self._kept_bounds = [(self._bounds[each], each) for each in self._spares]
+        if max(len(self._kept), len(self._kept_bounds)) > 2 * len(self._excess) + _MOST_STALE:
+            self._kept = [(-excess, each) for each, excess in self._excess.items()]
+            self._kept_bounds = [(self._bounds[each], each) for each in self._excess]
             heapify(self._kept)
             heapify(self._kept_bounds)
 
@@ -186,7 +186,7 @@ class Tenants:
 
     def _let_all_go(self) -> None:
         """Let tenants be evicted from until they turn out to be kept."""
-        self._spares.clear()
+        self._excess.clear()
         self._next_bytes.clear()
         self._kept.clear()
         self._kept_bounds.clear()
@@ -194,5 +194,5 @@ class Tenants:
 
     def _let_all_of_heap(self) -> None:
         bounds = self._bounds.items()
-        self._evictable = [(bound, each) for each, bound in bounds if each not in self._spares]
+        self._evictable = [(bound, each) for each, bound in bounds if each not in self._excess]
         heapify(self._evictable)

@@ -92,7 +92,7 @@ class Verify(Question, frozen=True, kw_only=True, tag="verify"):
 
 
 class Figures(Question, frozen=True, kw_only=True, tag="figures"):
-    """What the store holds: one `Told`.
+    """What the store holds: one `StoreFigures`.
 
     Attributes:
         tenants: whether to add up what each tenant holds.
@@ -181,7 +181,7 @@ class Checked(msgspec.Struct, frozen=True, array_like=True, tag="checked"):
     extents: int = 0
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True, tag="told"):
+class StoreFigures(msgspec.Struct, frozen=True, array_like=True, tag="told"):
     """The figures of a store.
 
     Attributes:
@@ -228,4 +228,6 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
     """The end of an answer that has any number of parts."""
 
 
-Reply = StillBusy | Rows | Deleted | Checked | Told | Rotated | EngineAnswer | Done | Refused
+Reply = (
+    StillBusy | Rows | Deleted | Checked | StoreFigures | Rotated | EngineAnswer | Done | Refused
+)

@@ -181,9 +181,9 @@ class Operators:
         except DisorderError:
             raise CorruptIndexError("the keys of `blocks` are out of order") from None
 
-    def _figures(self, asked: messages.Figures, caller: Caller) -> messages.Told:
+    def _figures(self, asked: messages.Figures, caller: Caller) -> messages.StoreFigures:
         key_use = self._parts.key_use
-        return messages.Told(
+        return messages.StoreFigures(
             stats=self._at_once(self.figures, caller),
             tenants=self._tenants() if asked.tenants else {},
             writer_pid=None if self.ask_engine is None else os.getpid(),

@@ -51,7 +51,7 @@ from tieredkv.storage.messages.operator import (
     Reply,
     Rows,
     Scan,
-    Told,
+    StoreFigures,
 )
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.stats import StoreStats
@@ -550,7 +550,9 @@ def test_clients_that_hang_or_talk_nonsense_hold_nothing_up(
                 client.send(garbage)
         with asking(path) as channel:
             channel.send(Figures())
-            while not (told := [it for it in channel.receive(HANG_S) if isinstance(it, Told)]):
+            while not (
+                told := [it for it in channel.receive(HANG_S) if isinstance(it, StoreFigures)]
+            ):
                 pass
         assert told[0].stats.blocks == 2
         assert engine.load(Lent.of(OLD, 0)).ok

@@ -79,7 +79,7 @@ from tieredkv.integrations.vllm_spec import (
     group_spans,
     group_windows,
 )
-from tieredkv.integrations.vllm_stats import METRICS, TierStats, gather
+from tieredkv.integrations.vllm_stats import METRICS, ConnectorStats, gather
 from tieredkv.storage.client.client import StoreClient
 from tieredkv.tier import Lent
 from tieredkv.types import DTYPE_BYTES, BlockRecord
@@ -162,7 +162,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         self._offers = Offers()
         self._finished: list[Any] = []
         self._is_told_of_words = False
-        self._stats, self._told_at = TierStats(), float("-inf")
+        self._stats, self._told_at = ConnectorStats(), float("-inf")
         events = getattr(offloading_spec, "kv_events_config", None)
         is_announcing = bool(getattr(events, "enable_kv_cache_events", False))
         most = max(1024, 2 * settings.disk_size // self._row_bytes)

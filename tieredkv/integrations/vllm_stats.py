@@ -77,7 +77,7 @@ METRICS: dict[str, Metric] = {
 Labels = tuple[str, ...]
 
 
-class TierStats:
+class ConnectorStats:
     """What has been counted since it was last told, and what the gauges show."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class TierStats:
         return ", ".join(f"{name} {figure:g}" for name, figure in sorted(told.items()))
 
 
-def gather(stats: TierStats, rows: RowStore, chooser: RestoreChooser) -> None:
+def gather(stats: ConnectorStats, rows: RowStore, chooser: RestoreChooser) -> None:
     """Take in the figures that a tier's disk and its choices keep themselves."""
     store, meter, reads, writes = rows.stats(), chooser.meter, rows.read_rate, rows.write_rate
     stats.follow("tieredkv_expired_chunks", store.num_expired)

@@ -6,7 +6,7 @@ import msgspec
 
 from tieredkv.operate.verb import Verb
 from tieredkv.operate.worker import Worker, only
-from tieredkv.storage.messages.operator import Figures, Told
+from tieredkv.storage.messages.operator import Figures, StoreFigures
 
 _DROPPED = ("num_lookups_dropped", "num_touches_dropped")
 _TOLD_NAMESPACES = 10_000  # the largest, in one answer
@@ -32,7 +32,7 @@ class Df(Verb, frozen=True, kw_only=True, tag="df"):
         With `verbose` the answer also has the largest `namespaces`, and `num_namespaces`.
         """
         tiers = {"device": None, "host": None, **only(worker.ask_engine(self))}
-        told = worker.one(Figures(tenants=True), Told)
+        told = worker.one(Figures(tenants=True), StoreFigures)
         # What is dropped before it is sent to this worker, only the engine knows.
         known = tiers.get("disk") or {}
         dropped = {name: known[name] for name in _DROPPED if name in known}

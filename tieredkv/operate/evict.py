@@ -18,7 +18,7 @@ from tieredkv.operate.ls import Ls
 from tieredkv.operate.verb import Verb
 from tieredkv.operate.worker import Worker, only, silent_engine
 from tieredkv.pieces import cut
-from tieredkv.storage.messages.operator import NO_ANSWER, Delete, Deleted, Figures, Told
+from tieredkv.storage.messages.operator import NO_ANSWER, Delete, Deleted, Figures, StoreFigures
 from tieredkv.types import Tier
 
 SUMMED = ("evicted_blocks", "freed_bytes", "refused_blocks")
@@ -137,7 +137,7 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
             NoServerError: the blocks are to be moved, and no engine is there.
             StoreUnreachableError: the engine did not answer; only the disk's blocks are gone.
         """
-        told = worker.one(Figures(), Told)
+        told = worker.one(Figures(), StoreFigures)
         if self.to != "drop" and told.writer_pid is None:
             raise NoServerError("no server runs that could move blocks to another tier")
         starts, unknown_ids = None, list[str]()

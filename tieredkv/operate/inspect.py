@@ -16,7 +16,7 @@ from tieredkv.operate.infos import BlockInfo
 from tieredkv.operate.ls import Ls
 from tieredkv.operate.verb import Asking, Verb
 from tieredkv.operate.worker import Worker, only, silent_engine
-from tieredkv.storage.messages.operator import Figures, Told
+from tieredkv.storage.messages.operator import Figures, StoreFigures
 from tieredkv.types import Tier
 from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES
 
@@ -146,7 +146,7 @@ def _climb(starts: Iterable[bytes], worker: Worker, in_ram: "RamRecords") -> Kno
     A tier may lack a block in the middle of a chain that another one has. So each tier is asked for
     what the others have told of, until nothing new is told.
     """
-    known, now = Known(), worker.one(Figures(), Told).now
+    known, now = Known(), worker.one(Figures(), StoreFigures).now
     asked, wanted = set[bytes](), set(starts)
     while waiting := wanted - asked:
         on_disk = _on_disk([*waiting], worker, climbs=True)

@@ -16,7 +16,7 @@ from tieredkv.operate.calls import Call, EvictFilter
 from tieredkv.operate.evict import choose
 from tieredkv.operate.models import KnownModel, KnownModels
 from tieredkv.operate.worker import Worker
-from tieredkv.storage.messages.operator import Asked, Figures, Rows, Scan, Told
+from tieredkv.storage.messages.operator import Asked, Figures, Rows, Scan, StoreFigures
 from tieredkv.storage.stats import StoreStats
 
 
@@ -67,7 +67,7 @@ class NoDisk(Worker):
         if isinstance(asked, Scan):
             yield Rows(b"", (), now)
         elif isinstance(asked, Figures):
-            yield Told(StoreStats(), {}, None, now, "")
+            yield StoreFigures(StoreStats(), {}, None, now, "")
 
     def models(self) -> KnownModels:
         """Return the engine's model."""

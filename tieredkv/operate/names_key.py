@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from tieredkv.errors import MissingKeyError
 from tieredkv.operate.verb import Verb
 from tieredkv.operate.worker import Worker
-from tieredkv.storage.messages.operator import Figures, Told
+from tieredkv.storage.messages.operator import Figures, StoreFigures
 
 
 class NamesKey(Verb, frozen=True, kw_only=True, tag="names_key"):
@@ -20,7 +20,7 @@ class NamesKey(Verb, frozen=True, kw_only=True, tag="names_key"):
         Raises:
             MissingKeyError: the store is encrypted, and its keys are not there.
         """
-        told = worker.one(Figures(names_key=True), Told)
+        told = worker.one(Figures(names_key=True), StoreFigures)
         if told.lacks_keys:
             raise MissingKeyError(told.lacks_keys)
         return {"names_key": told.names_key}

@@ -10,7 +10,7 @@ from tieredkv.errors import ConfigError
 from tieredkv.operate.ls import Ls
 from tieredkv.operate.verb import Verb
 from tieredkv.operate.worker import Worker, silent_engine
-from tieredkv.storage.messages.operator import Delete, Figures, Told
+from tieredkv.storage.messages.operator import Delete, Figures, StoreFigures
 
 
 class Prune(Verb, frozen=True, kw_only=True, tag="prune"):
@@ -70,7 +70,7 @@ class Prune(Verb, frozen=True, kw_only=True, tag="prune"):
             "orphan": blocks[in_use & is_orphan],
         }
         by_reason, freed_bytes = dict[str, int](), 0
-        keys_error = "" if self.dry_run else worker.one(Figures(), Told).lacks_keys
+        keys_error = "" if self.dry_run else worker.one(Figures(), StoreFigures).lacks_keys
         for why, some in useless.items():
             # Of expired blocks some may be stored again by now, and live.
             is_expired = why == "expired"

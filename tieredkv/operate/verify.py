@@ -11,7 +11,7 @@ from tieredkv.operate.chain_ids import namespace_prefix
 from tieredkv.operate.verb import Verb
 from tieredkv.operate.worker import Worker
 from tieredkv.storage.messages import operator as messages
-from tieredkv.storage.messages.operator import Checked, Told
+from tieredkv.storage.messages.operator import Checked, StoreFigures
 
 _KEY_ID = re.compile(r"[0-9a-fA-F]{16}")
 
@@ -77,7 +77,7 @@ class Verify(Verb, frozen=True, kw_only=True, tag="verify"):
         if worker.own_index == "set_aside":  # the process before found it damaged
             found.add(damage)
         try:
-            total = int(self.sample * worker.one(messages.Figures(), Told).stats.blocks)
+            total = int(self.sample * worker.one(messages.Figures(), StoreFigures).stats.blocks)
             for part in worker.parts(asked, Checked):
                 found.add(part)
                 worker.progress(found.checked, total)

@@ -87,7 +87,7 @@ class Worker:
     @property
     def has_engine(self) -> bool:
         """Whether it is the worker of an engine, and not of another verb."""
-        return self.one(messages.Figures(), messages.Told).writer_pid is not None
+        return self.one(messages.Figures(), messages.StoreFigures).writer_pid is not None
 
     def models(self) -> KnownModels:
         """Return the models that the folder names."""

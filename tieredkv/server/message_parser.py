@@ -52,7 +52,7 @@ _LENIENT = json.JSONDecoder(strict=False)
 """Reads JSON whose strings may hold line feeds, which models forget to escape."""
 
 SLICE_CHARACTERS = 4096
-Event = Mapping[str, Any]
+ParserEvent = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 Field = Literal["text", "thoughts", "calls"]
 
@@ -315,7 +315,7 @@ class MessageParser:
                 begun, self._is_beside = end.rest, True
             self._call = None
 
-    def _go_on(self, events: Sequence[Event], held: Sequence[Event]) -> None:
+    def _go_on(self, events: Sequence[ParserEvent], held: Sequence[ParserEvent]) -> None:
         """Take note of what stands at the end of the prompt.
 
         Args:
@@ -370,7 +370,7 @@ class MessageParser:
                     waiting.extendleft(reversed([*_slices(end.rest)]))
                     yield from self._close(self._call, end)
 
-    def _open(self, events: Sequence[Event]) -> str:
+    def _open(self, events: Sequence[ParserEvent]) -> str:
         """Begin with a call and return what follows its opening.
 
         Args:
@@ -415,7 +415,7 @@ class MessageParser:
         # Something stands before, so that nothing is taken for the beginning of the message.
         self._call, self._parser = None, ResponseParser(self._template, "\0")
 
-    def _read(self, events: Sequence[Event]) -> Iterator[Delta]:
+    def _read(self, events: Sequence[ParserEvent]) -> Iterator[Delta]:
         for event in events:
             match event["field"], event["type"]:
                 case "thoughts", "region_open" | "region_close":
@@ -473,7 +473,7 @@ class MessageParser:
         return typed
 
 
-def _place_of_call(events: Sequence[Event]) -> int | None:
+def _place_of_call(events: Sequence[ParserEvent]) -> int | None:
     """Return the index of the first event that opens a call."""
     opening = ("calls", "region_open")
     return next((i for i, it in enumerate(events) if (it["field"], it["type"]) == opening), None)
