@@ -34,7 +34,7 @@ from tieredkv.server.description import ANSWERED, describe
 from tieredkv.server.grammar_checker import GrammarChecker
 from tieredkv.server.keys import Keys
 from tieredkv.server.metrics import MAX_LABEL_SETS, MAX_LABEL_SETS_OF_TENANT, Metrics, Observer
-from tieredkv.server.threads import Stop
+from tieredkv.server.threads import Cancellation
 
 FULL = RequestError("The queue is full", code="queue_full")
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -480,11 +480,11 @@ def test_work_for_a_client_that_left_is_stopped(
     messages = [{"type": "http.request", "body": body}]
     loop = asyncio.new_event_loop()
 
-    def stuck(_kind: object, _scope: object, _body: bytes, stop: Stop) -> None:
+    def stuck(_kind: object, _scope: object, _body: bytes, cancellation: Cancellation) -> None:
         loop.call_soon_threadsafe(began.set)
-        assert stop.wait(60)
+        assert cancellation.wait(60)
         stopped.set()
-        stop.check()
+        cancellation.check()
 
     async def receive() -> dict[str, Any]:
         if messages:
@@ -513,10 +513,10 @@ def test_other_requests_are_answered_while_a_long_one_is_read(
     api = Api(Settings(), Engine(0.0, answered), tokenization, keys)  # type: ignore[arg-type]
     go, read = threading.Event(), api._read
 
-    def slow(kind: Any, scope: Any, body: bytes, stop: Stop) -> Any:
+    def slow(kind: Any, scope: Any, body: bytes, cancellation: Cancellation) -> Any:
         if len(body) > SHORT_BYTES:
             assert go.wait(60)
-        return read(kind, scope, body, stop)
+        return read(kind, scope, body, cancellation)
 
     monkeypatch.setattr(api, "_read", slow)
 
@@ -539,7 +539,9 @@ def test_a_refusal_does_not_hold_on_to_the_body(tokenization: Tokenization) -> N
     for body in ({"model": "m", "prompt": [1] * 600}, {"model": "m", "prompt": 1}):
         with pytest.raises(RequestError) as caught:
             content = json.dumps(body).encode()
-            api._read(ANSWERED["/v1/completions"], {"tenant": "", "path": ""}, content, Stop())
+            api._read(
+                ANSWERED["/v1/completions"], {"tenant": "", "path": ""}, content, Cancellation()
+            )
         assert caught.value.__context__ is None
         frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
         assert frames[-1] == "_letting_go"

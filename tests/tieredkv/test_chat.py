@@ -15,7 +15,7 @@ from tieredkv.errors import ConfigError, RequestError
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.histories import TOOLS, Mark
 from tieredkv.server.run import Server
-from tieredkv.server.threads import Stop, StoppedError
+from tieredkv.server.threads import Cancellation, CancelledWorkError
 
 LLAMA_3 = """{{ '<|bos|>' }}{% if tools %}{{ 'system' }}{% for t in tools %}{{
  t | tojson(indent=4) }}
@@ -223,10 +223,10 @@ def test_what_jinja_itself_refuses_in_a_template_is_an_error_of_the_request(
 
 
 def test_a_template_is_given_up_where_nobody_waits_for_it(tokenization: Tokenization) -> None:
-    stop = Stop()
-    stop.set()
-    with pytest.raises(StoppedError):
-        tokenization.of("", stop).encode_chat(TALK, {})
+    cancellation = Cancellation()
+    cancellation.set()
+    with pytest.raises(CancelledWorkError):
+        tokenization.of("", cancellation).encode_chat(TALK, {})
 
 
 def test_many_marks_are_followed_in_one_rendering(tokenization: Tokenization) -> None:

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tieredkv.server import pieces
 from tieredkv.server.pieces import PieceEncoder, TooLongError, Trie
-from tieredkv.server.threads import Stop, StoppedError
+from tieredkv.server.threads import Cancellation, CancelledWorkError
 
 LEARNT_FROM = [
     "the quick brown fox says: hello, user!",
@@ -170,10 +170,10 @@ def test_encoding_stops_once_there_are_too_many_tokens(monkeypatch: pytest.Monke
 
 
 def test_encoding_stops_where_nobody_waits_for_it() -> None:
-    stop = Stop()
-    stop.set()
-    with pytest.raises(StoppedError):
-        PieceEncoder(tokenizer_of("byte level", "llama")).encode("a", stop=stop)
+    cancellation = Cancellation()
+    cancellation.set()
+    with pytest.raises(CancelledWorkError):
+        PieceEncoder(tokenizer_of("byte level", "llama")).encode("a", cancellation=cancellation)
 
 
 @given(

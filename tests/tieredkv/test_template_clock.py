@@ -21,7 +21,7 @@ from tieredkv.server.app import Api, build_app
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.keys import Keys
 from tieredkv.server.template_clock import TemplateClock
-from tieredkv.server.threads import Stop
+from tieredkv.server.threads import Cancellation
 from tieredkv.server.tokenizations import make_tokenization
 
 BODY = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -51,7 +51,7 @@ def tokenization_of(template: str, clock: TemplateClock | None = None) -> Tokeni
 
 
 def rendered(tokenization: Tokenization, **arguments: Any) -> str:
-    return tokenization.of("", Stop()).encode_chat(ASKED, arguments).text
+    return tokenization.of("", Cancellation()).encode_chat(ASKED, arguments).text
 
 
 def warnings_of(template: str, caplog: pytest.LogCaptureFixture, **options: Any) -> str:
@@ -65,7 +65,7 @@ def warnings_of(template: str, caplog: pytest.LogCaptureFixture, **options: Any)
 def test_all_renderings_of_a_request_have_its_time() -> None:
     clock = FakeClock(NOON.timestamp())
     tokenization = tokenization_of("{{ strftime_now('%H:%M:%S') }}" + BODY, TemplateClock(clock))
-    request = tokenization.of("", Stop())
+    request = tokenization.of("", Cancellation())
     clock.advance(100)
     # A mark is looked for with a second rendering.
     encoded = request.encode_chat(ASKED, {}, [(0, 0)])

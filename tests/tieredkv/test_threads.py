@@ -10,7 +10,13 @@ from collections.abc import Callable
 
 import pytest
 
-from tieredkv.server.threads import NUM_ARENAS, FairThreads, Stop, StoppedError, trim_memory
+from tieredkv.server.threads import (
+    NUM_ARENAS,
+    Cancellation,
+    CancelledWorkError,
+    FairThreads,
+    trim_memory,
+)
 
 
 def test_a_tenant_never_holds_the_last_thread() -> None:
@@ -28,7 +34,7 @@ def test_a_tenant_never_holds_the_last_thread() -> None:
 def test_tenants_take_turns() -> None:
     order: list[str] = []
 
-    def noting(name: str) -> Callable[[Stop], None]:
+    def noting(name: str) -> Callable[[Cancellation], None]:
         return lambda _: order.append(name)
 
     async def run() -> None:
@@ -71,10 +77,10 @@ def test_work_that_nobody_waits_for_is_told_to_stop_and_frees_its_thread() -> No
     async def run() -> None:
         threads, began = FairThreads(2), threading.Event()
 
-        def work(stop: Stop) -> None:
+        def work(cancellation: Cancellation) -> None:
             began.set()
-            assert stop.wait(60)
-            stop.check()
+            assert cancellation.wait(60)
+            cancellation.check()
 
         tasks = [asyncio.create_task(threads.run("a", work)) for _ in range(3)]
         await asyncio.to_thread(began.wait, 60)
@@ -92,15 +98,15 @@ def test_work_under_way_ends_when_the_threads_are_closed() -> None:
     async def run() -> None:
         threads, began = FairThreads(2), threading.Event()
 
-        def work(stop: Stop) -> None:
+        def work(cancellation: Cancellation) -> None:
             began.set()
-            assert stop.wait(60)
-            stop.check()
+            assert cancellation.wait(60)
+            cancellation.check()
 
         task = asyncio.create_task(threads.run("a", work))
         await asyncio.to_thread(began.wait, 60)
         threads.close()
-        with pytest.raises(StoppedError):
+        with pytest.raises(CancelledWorkError):
             await task
 
     asyncio.run(run())

@@ -24,7 +24,7 @@ from tieredkv.operate.calls import Inspect, NamesKey
 from tieredkv.pieces import Pieces, whole
 from tieredkv.server.inspected import planned
 from tieredkv.server.keys import Keys
-from tieredkv.server.threads import Stop
+from tieredkv.server.threads import Cancellation
 from tieredkv.server.tokenizations import make_tokenization
 from tieredkv.storage.client.names import Names
 from tieredkv.types import BlockHash, KVSpec, Tier
@@ -55,7 +55,7 @@ def inspect(
         worker_pid=None,
     )
     keys = Keys(settings=settings, is_strict=False, is_local=True)
-    request = planned(call, tokenization.of, info, keys, Stop())
+    request = planned(call, tokenization.of, info, keys, Cancellation())
     prefixes = Chains(settings, spec, fingerprint, Clock(settings.clock_offset_file))
     prefix = prefixes.make(request, request.prompt_token_ids)
     guard_names_key(settings)

@@ -64,7 +64,7 @@ from tieredkv.server.remembered import Memory, Namespace, RememberedAnswers
 from tieredkv.server.response_items import listed
 from tieredkv.server.responses_api import Page, ResponsesRequest, joined
 from tieredkv.server.stored_responses import StoredResponse, StoredResponses, Turn
-from tieredkv.server.threads import FairThreads, Stop, StoppedError
+from tieredkv.server.threads import Cancellation, CancelledWorkError, FairThreads
 
 logger = logging.getLogger(__name__)
 
@@ -264,16 +264,16 @@ class Api:
         return route
 
     def _read(
-        self, kind: type[ApiRequest], scope: Scope, content: bytes, stop: Stop
+        self, kind: type[ApiRequest], scope: Scope, content: bytes, cancellation: Cancellation
     ) -> "Response | Prepared":
         """Return what a body asks for, or the answer if no engine is needed for it.
 
         All work that grows with the body is done here: decoding, checks, rendering, encoding.
         """
-        return _letting_go(self._read_whole, kind, scope, content, stop)
+        return _letting_go(self._read_whole, kind, scope, content, cancellation)
 
     def _read_whole(
-        self, kind: type[ApiRequest], scope: Scope, content: bytes, stop: Stop
+        self, kind: type[ApiRequest], scope: Scope, content: bytes, cancellation: Cancellation
     ) -> "Response | Prepared":
         info, tenant = self._engine.info, scope["tenant"]
         parsed = parse_body(content, MAX_VALUES + info.max_model_len)
@@ -286,7 +286,7 @@ class Api:
         ignored = given_body.ignored[:MAX_TOLD]
         self._ignored_log.add(ignored)
         body = given_body.cleaned(rules)
-        stop.check()
+        cancellation.check()
         num_earlier_bytes = 0
         if isinstance(body, ResponsesRequest):
             max_values = MAX_VALUES + info.max_model_len
@@ -296,7 +296,7 @@ class Api:
                 what = "The request body with the items that 'input' refers to"
                 check_size(len(content) + num_earlier_bytes, self.max_body_bytes, what)
                 body = body.resolved(items, max_values)
-                stop.check()
+                cancellation.check()
             if body.previous_response_id is not None:
                 field = "previous_response_id"
                 before = self._responses.get(tenant, body.previous_response_id, field=field).turn
@@ -304,7 +304,7 @@ class Api:
                 what = f"The request body with the conversation that '{field}' continues"
                 check_size(len(content) + num_earlier_bytes, self.max_body_bytes, what)
                 body = body.continuing(before, max_values)
-                stop.check()
+                cancellation.check()
         body.check(rules)
         given = {name for name, value in parsed.items() if value is not None}
         for name in (given & kind.without_effect) - self._told:
@@ -313,7 +313,7 @@ class Api:
         # Requests that cannot share blocks must not share encoded pieces or answers, either.
         salt, key = (getattr(body, name, None) for name in ("cache_salt", "prompt_cache_key"))
         memory = self._memory((tenant, salt, key))
-        tokenization = self._tokenization.of((tenant, salt, key), stop, memory)
+        tokenization = self._tokenization.of((tenant, salt, key), cancellation, memory)
         if isinstance(body, PlainRequest):
             told = body.tell(tokenization, info)
             told |= {"tieredkv": {"ignored": ignored}} if ignored else {}
@@ -332,8 +332,8 @@ class Api:
     async def _plan(self, call: Inspect) -> EngineRequest:
         """Return the request that a prompt is, which an operator inspects."""
 
-        def tokenization_of(namespace: Namespace, stop: Stop) -> Tokenization:
-            return self._tokenization.of(namespace, stop, self._memory(namespace))
+        def tokenization_of(namespace: Namespace, cancellation: Cancellation) -> Tokenization:
+            return self._tokenization.of(namespace, cancellation, self._memory(namespace))
 
         plan = functools.partial(planned, call, tokenization_of, self._engine.info, self._keys)
         return await self._threads.run(call.tenant, plan)
@@ -381,7 +381,7 @@ class Api:
         request: Request,
         gone: "asyncio.Task[None]",
         size: int,
-        work: Callable[[Stop], Result],
+        work: Callable[[Cancellation], Result],
     ) -> Result:
         """Do the work on a request of this size.
 
@@ -391,7 +391,7 @@ class Api:
             ClientGoneError: the client had gone before the work was done.
         """
         if size < SHORT_BYTES:
-            return work(Stop())
+            return work(Cancellation())
         return await _unless_gone(self._threads.run(request.scope["tenant"], work), gone)
 
     async def _answer(
@@ -460,7 +460,7 @@ class Api:
         gone.add_done_callback(lambda task: None if task.cancelled() else generation.cancel())
         # The engine already works on the requests while the digests are made.
         size, isolate_by = sum(map(len, asked.prompts)), self._settings.isolate_by
-        seen = await self._run(request, gone, size, lambda _stop: asked.seen(isolate_by))
+        seen = await self._run(request, gone, size, lambda _cancellation: asked.seen(isolate_by))
         diagnosis = self._diagnoses.add(tenant, shape.id, seen, asked.compared_id)
         shape.diagnosis = observer.diagnosis = diagnosis
         return generation
@@ -552,7 +552,7 @@ async def _unless_gone(work: Awaitable[Result], gone: "asyncio.Task[None]") -> R
         if not running.done():
             raise ClientGoneError
         return await running
-    except StoppedError:
+    except CancelledWorkError:
         raise ClientGoneError from None
     finally:
         running.cancel()

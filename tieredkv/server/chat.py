@@ -41,7 +41,7 @@ from tieredkv.server.remembered import Memory, Place, Writing
 from tieredkv.server.reply import Reading
 from tieredkv.server.signs import Signs, fencing, guarding, mapped, with_sign, with_signs
 from tieredkv.server.template_clock import TALKS, Moment, Render, TemplateClock, tell_if_printed
-from tieredkv.server.threads import Stop
+from tieredkv.server.threads import Cancellation
 
 logger = logging.getLogger(__name__)
 
@@ -141,24 +141,27 @@ class Tokenization:
         )
         self._around = _around(tokenizer)
         self._namespace: object = ""
-        self._stop, self._clock = Stop(), clock
+        self._cancellation, self._clock = Cancellation(), clock
         self._moment = Moment(clock.now())
         self.token = functools.lru_cache(CACHED_TOKENS)(self._decode_one)
         self._form_of = functools.lru_cache(4)(self._find_form)
 
     def of(
-        self, namespace: object, stop: Stop | None = None, memory: Memory | None = None
+        self,
+        namespace: object,
+        cancellation: Cancellation | None = None,
+        memory: Memory | None = None,
     ) -> "Tokenization":
         """Return a copy of this tokenization for one request.
 
         Args:
             namespace: the namespace whose pieces may be looked up; no other namespace can find out
                 about its texts.
-            stop: is set once the request is no longer wanted.
+            cancellation: is set once the request is no longer wanted.
             memory: the remembered answers of the namespace, if any are to be used.
         """
         made = copy.copy(self)
-        made._namespace, made._stop = namespace, stop or Stop()
+        made._namespace, made._cancellation = namespace, cancellation or Cancellation()
         made._moment = Moment(self._clock.now())
         # A client that may write special tokens can make one message look like another.
         made._memory = None if self._allows_special else memory
@@ -177,7 +180,7 @@ class Tokenization:
         limit = self._max_model_len if is_bounded else None
         encoded = []
         for prompt in prompts:
-            self._stop.check()
+            self._cancellation.check()
             if isinstance(prompt, str):
                 encoded.append(self._encode(prompt, limit, add_special_tokens))
             elif limit is not None and len(prompt) > limit:
@@ -279,7 +282,7 @@ class Tokenization:
         detokenizer = Detokenizer(self.tokenizer, shows_special=True)
         lengths = []
         for token_id in token_ids:
-            self._stop.check()
+            self._cancellation.check()
             lengths.append(len(detokenizer.feed([token_id])))
         detokenizer.finish()
         # Tokens that the tokenizer put before the text are not part of the text.
@@ -292,7 +295,9 @@ class Tokenization:
             return list(self.tokenizer.encode(text, verbose=False))
         first, last = self._around if add_special_tokens and self._around else ([], [])
         try:
-            ids = self._encoder.encode(text, self._namespace, limit=limit, stop=self._stop).ids
+            ids = self._encoder.encode(
+                text, self._namespace, limit=limit, cancellation=self._cancellation
+            ).ids
         except TooLongError:
             assert limit is not None, "only what has a limit is too long"
             raise too_long("prompt", None, limit) from None
@@ -310,7 +315,7 @@ class Tokenization:
         """
         # The template has written all special tokens, including the first one.
         encoding = self._encoder.encode(
-            text, self._namespace, guards=guards, limit=limit, stop=self._stop
+            text, self._namespace, guards=guards, limit=limit, cancellation=self._cancellation
         )
         if self._memory is None:
             return encoding, None
@@ -387,7 +392,7 @@ class Tokenization:
         )
         guarded = []
         for message in messages:
-            self._stop.check()
+            self._cancellation.check()
             guard = of_answers if message["role"] == "assistant" else of_clients
             texts = {name: guard(each) for name, each in message.items() if name != "role"}
             if "tool_calls" in texts:
@@ -420,7 +425,7 @@ class Tokenization:
                 if "function" in tool:
                     spans.follow((TOOLS, i), tool["function"])
         return template.render(
-            self._stop, self._moment, MAX_ROUNDS, spans, messages=contents, **variables
+            self._cancellation, self._moment, MAX_ROUNDS, spans, messages=contents, **variables
         )
 
     def _printed(self, arguments: Arguments) -> Arguments:
@@ -436,7 +441,9 @@ class Tokenization:
 
         def render(messages: list[dict[str, Any]]) -> str:
             rounds = MAX_TRIAL_ROUNDS
-            return template.render(Stop(), self._moment, rounds, messages=messages, **variables)
+            return template.render(
+                Cancellation(), self._moment, rounds, messages=messages, **variables
+            )
 
         form = find_form(render, template.names, self.family)
         if form != PLAIN:

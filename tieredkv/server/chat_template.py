@@ -22,7 +22,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from tieredkv.errors import RequestError
 from tieredkv.server.template_clock import Moment
-from tieredkv.server.threads import Stop
+from tieredkv.server.threads import Cancellation
 
 MAX_ROUNDS = 1_000_000
 """The limit on rounds of loops and calls of macros together in one rendering."""
@@ -104,7 +104,7 @@ class Spans:
 
 
 class _Spent(threading.local):
-    """The rounds that the rendering in this thread has used so far, its `Stop` and its time.
+    """The rounds of the rendering in this thread so far, its time, and what ends it early.
 
     Attributes:
         length: of the output so far.
@@ -112,7 +112,7 @@ class _Spent(threading.local):
     """
 
     num_rounds = 0
-    stop = Stop()
+    cancellation = Cancellation()
     moment = Moment(datetime.min)
     length = 0
     spans: Spans | None = None
@@ -125,7 +125,7 @@ def _count_round() -> None:
     _spent.num_rounds += 1
     if _spent.num_rounds > MAX_ROUNDS:
         raise SecurityError(f"its loops take more than {MAX_ROUNDS} rounds.")
-    _spent.stop.check()
+    _spent.cancellation.check()
 
 
 def _begin_round(loop: int, value: Any) -> None:
@@ -234,7 +234,7 @@ class ChatTemplate:
 
     def render(
         self,
-        stop: Stop,
+        cancellation: Cancellation,
         moment: Moment,
         max_rounds: int = MAX_ROUNDS,
         spans: Spans | None = None,
@@ -244,7 +244,7 @@ class ChatTemplate:
         """Return the rendered text.
 
         Args:
-            stop: is set once the text is no longer wanted.
+            cancellation: is set once the text is no longer wanted.
             moment: the time that the template is told if it asks for it.
             max_rounds: how many rounds of loops it may take, up to `MAX_ROUNDS`.
             spans: notes where the objects that it follows are in the text.
@@ -252,9 +252,9 @@ class ChatTemplate:
 
         Raises:
             RequestError: the template refuses the messages, cannot render them, or breaks a limit.
-            StoppedError: the text is no longer wanted.
+            CancelledWorkError: the text is no longer wanted.
         """
-        _spent.num_rounds, _spent.stop = MAX_ROUNDS - max_rounds, stop
+        _spent.num_rounds, _spent.cancellation = MAX_ROUNDS - max_rounds, cancellation
         _spent.moment, _spent.length, _spent.spans = moment, 0, spans
         texts = list[str]()
         try:

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from tieredkv.server.threads import Stop
+from tieredkv.server.threads import Cancellation
 
 
 class EncodedPiece(NamedTuple):
@@ -50,11 +50,11 @@ class Encoding:
         num_before: returns how many tokens of the piece with an index end at or before a place in
             it.
         ids_of: returns the ids of a short text by itself.
-        stop: is set once the text is no longer wanted.
+        cancellation: is set once the text is no longer wanted.
 
     Attributes:
         ids: the ids of its tokens.
-        pieces, ids_of, stop: as given.
+        pieces, ids_of, cancellation: as given.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Encoding:
         pieces: Sequence[EncodedPiece],
         num_before: Callable[[int, int], int],
         ids_of: Callable[[str], "array[int]"],
-        stop: Stop,
+        cancellation: Cancellation,
         replacements: Sequence[Replacement] = (),
     ) -> None:
-        self.pieces, self.ids_of, self.stop = pieces, ids_of, stop
+        self.pieces, self.ids_of, self.cancellation = pieces, ids_of, cancellation
         self._num_before = num_before
         self._starts = [*itertools.accumulate((len(piece.text) for piece in pieces), initial=0)]
         # Pieces that are replaced by those before them have no ids.
@@ -76,7 +76,7 @@ class Encoding:
 
     def replaced(self, replacements: Sequence[Replacement]) -> "Encoding":
         """Return the encoding with other ids for some of its pieces."""
-        how = self._num_before, self.ids_of, self.stop
+        how = self._num_before, self.ids_of, self.cancellation
         return Encoding(self.pieces, *how, replacements) if replacements else self
 
     def ends(self, places: Iterable[int]) -> list[int]:
@@ -85,11 +85,11 @@ class Encoding:
         A place in pieces that are replaced is where their head ends, or before it where they begin.
 
         Raises:
-            StoppedError: the text is no longer wanted.
+            CancelledWorkError: the text is no longer wanted.
         """
         ends = []
         for place in places:
-            self.stop.check()
+            self.cancellation.check()
             index = bisect_right(self._starts, place) - 1
             within = place - self._starts[index]
             if (new := self._replaced.get(index)) is not None:

@@ -175,7 +175,7 @@ class GrammarQueue:
 
         Raises:
             RequestError: it cannot be used.
-            StoppedError: the queue was closed.
+            CancelledWorkError: the queue was closed.
         """
         if self._checker.recall(grammar):
             return

@@ -16,7 +16,7 @@ from tieredkv.server.keys import Keys
 from tieredkv.server.openai_api import ChatRequest, CompletionRequest
 from tieredkv.server.remembered import Namespace
 from tieredkv.server.responses_api import ResponsesRequest
-from tieredkv.server.threads import Stop
+from tieredkv.server.threads import Cancellation
 
 
 def as_request(prompt: Any) -> tuple[type[ApiRequest], Json]:
@@ -47,10 +47,10 @@ def as_request(prompt: Any) -> tuple[type[ApiRequest], Json]:
 
 def planned(
     call: Inspect,
-    tokenization_of: Callable[[Namespace, Stop], Tokenization],
+    tokenization_of: Callable[[Namespace, Cancellation], Tokenization],
     info: EngineInfo,
     keys: Keys,
-    stop: Stop,
+    cancellation: Cancellation,
 ) -> EngineRequest:
     """Return the request that a prompt is; its model is the one that is served.
 
@@ -59,7 +59,7 @@ def planned(
         tokenization_of: returns the tokenization for requests of a namespace.
         info: of the engine.
         keys: say which tenants there are, and what their requests may ask.
-        stop: ends the work early.
+        cancellation: ends the work early.
 
     Raises:
         RequestError: a request with this prompt would be refused, or it has not exactly one prompt.
@@ -77,7 +77,7 @@ def planned(
     request = read(kind, {**body, "model": info.model}, rules.refuses).cleaned(rules)
     request.check(rules)
     salt, key = (getattr(request, name, None) for name in given)
-    asked = request.ask(tokenization_of((call.tenant, salt, key), stop), rules)
+    asked = request.ask(tokenization_of((call.tenant, salt, key), cancellation), rules)
     if len(asked.prompts) != 1:
         text = f"A body with {len(asked.prompts)} prompts cannot be inspected. Give one."
         raise RequestError(text, param="prompt")

@@ -11,7 +11,7 @@ import msgspec
 
 from tieredkv.fields import names_of, parse_body
 from tieredkv.server.limits import check_rest
-from tieredkv.server.threads import Stop
+from tieredkv.server.threads import Cancellation
 
 _HAVE_DATA = names_of("""
     base64 computer_screenshot document file image image_generation_call image_url input_audio
@@ -22,7 +22,7 @@ _HAVE_DATA = names_of("""
 _URLS = ("image_url", "url")
 
 
-def without_pictures(body: bytes, max_values: int, most: int, stop: Stop) -> bytes:
+def without_pictures(body: bytes, max_values: int, most: int, cancellation: Cancellation) -> bytes:
     """Return a body without the data of its pictures, files and recordings, as shorter JSON.
 
     The prompt is the same as with them.
@@ -31,14 +31,14 @@ def without_pictures(body: bytes, max_values: int, most: int, stop: Stop) -> byt
         body: a JSON object.
         max_values: how many values it may hold.
         most: how many bytes it may have beside these data.
-        stop: is set once the result is no longer wanted.
+        cancellation: is set once the result is no longer wanted.
 
     Raises:
         RequestError: the rest is too long, or it is no JSON object, or holds too much.
-        StoppedError: the result is no longer wanted.
+        CancelledWorkError: the result is no longer wanted.
     """
     parsed, num_taken = parse_body(body, max_values), 0
-    stop.check()
+    cancellation.check()
     escaped = "\n\r/" if b"\\/" in body else "\n\r"  # as far as base64 has them
     for holder, name in _places(parsed):
         data = holder.pop(name)

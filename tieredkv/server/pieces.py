@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from tieredkv.server.encoding import EncodedPiece, Encoding
-from tieredkv.server.threads import Stop
+from tieredkv.server.threads import Cancellation
 
 MAX_NAMESPACES = 128
 MAX_CHARACTERS = 1 << 20
@@ -224,7 +224,7 @@ class PieceEncoder:
         *,
         guards: Sequence[int] = (),
         limit: int | None = None,
-        stop: Stop | None = None,
+        cancellation: Cancellation | None = None,
     ) -> "Encoding":
         """Return the token ids of a text.
 
@@ -233,24 +233,26 @@ class PieceEncoder:
             namespace: the namespace whose pieces may be looked up.
             guards: sorted places in the text; a special token around one of them is text.
             limit: the maximum number of token ids.
-            stop: is set once the ids are no longer wanted.
+            cancellation: is set once the ids are no longer wanted.
 
         Raises:
             TooLongError: there are more than `limit` token ids.
-            StoppedError: the ids are no longer wanted.
+            CancelledWorkError: the ids are no longer wanted.
         """
-        stop = stop or Stop()
+        cancellation = cancellation or Cancellation()
         if self._hf is None:
             encode = functools.partial(self._encode_in_one_go, guards=guards)
             whole = EncodedPiece(text, array("I", encode(text)), guards)
-            return Encoding([whole], lambda _, place: len(encode(text[:place])), self.ids_of, stop)
+            return Encoding(
+                [whole], lambda _, place: len(encode(text[:place])), self.ids_of, cancellation
+            )
         cuts = [
             start
             for start, end in self._raw.find(text)
             if text[start:end] in self._cuts and not _is_guarded(guards, start, end)
         ]
         spans = [*itertools.pairwise([0, *cuts, len(text)])]
-        parts = self._parts(text, spans, namespace, guards, limit, stop)
+        parts = self._parts(text, spans, namespace, guards, limit, cancellation)
         pieces = [
             EncodedPiece(text[start:end], ids, _inside(guards, start, end))
             for (start, end), ids in zip(spans, parts, strict=True)
@@ -260,7 +262,9 @@ class PieceEncoder:
         def count(index: int) -> _Counting:
             return self._counting(pieces[index].text, pieces[index].guards)
 
-        return Encoding(pieces, lambda index, place: count(index).before(place), self.ids_of, stop)
+        return Encoding(
+            pieces, lambda index, place: count(index).before(place), self.ids_of, cancellation
+        )
 
     def ids_of(self, text: str) -> "array[int]":
         """Return the ids of a short text by itself."""
@@ -279,14 +283,14 @@ class PieceEncoder:
         namespace: object,
         guards: Sequence[int],
         limit: int | None,
-        stop: Stop,
+        cancellation: Cancellation,
     ) -> list["array[int]"]:
         """Return the ids of each piece; those that are not kept are encoded in batches."""
         with self._lock:
             kept = self._kept.get(namespace, {})
         known, used, parts, num_ids = Kept(), Kept(), list["array[int]"](), 0
         for batch in _batches(spans):
-            stop.check()
+            cancellation.check()
             plain = [(text[start:end], _inside(guards, start, end)) for start, end in batch]
             short = dict.fromkeys(
                 piece
@@ -300,11 +304,13 @@ class PieceEncoder:
             known |= zip(new, self._backend.ids(new), strict=True)
             for piece, guarded in plain:
                 if guarded:
-                    ids = self._encode_guarded(piece, guarded, limit, stop)
+                    ids = self._encode_guarded(piece, guarded, limit, cancellation)
                 elif piece in known:
                     ids = known[piece]
                 else:
-                    ids = known[piece] = self._encode_long(self._backend, piece, limit, stop)
+                    ids = known[piece] = self._encode_long(
+                        self._backend, piece, limit, cancellation
+                    )
                 if parts and not guarded:  # The first piece does not begin with an added token.
                     used[piece] = used.pop(piece, ids)
                 parts.append(ids)
@@ -315,15 +321,15 @@ class PieceEncoder:
         return parts
 
     def _encode_long(
-        self, backend: _Backend, piece: str, limit: int | None, stop: Stop
+        self, backend: _Backend, piece: str, limit: int | None, cancellation: Cancellation
     ) -> "array[int]":
         ids = array("I")
         spans = ((each.start, each.start + len(each.text)) for each in backend.chunks(piece))
         for batch in _batches(spans):
-            stop.check()
+            cancellation.check()
             texts = [piece[start:end] for start, end in batch]
             if limit is not None:
-                self._check_unbroken(backend, texts, limit, stop)
+                self._check_unbroken(backend, texts, limit, cancellation)
             for made in backend.ids(texts):
                 ids += made
             if limit is not None and len(ids) > limit:
@@ -331,7 +337,7 @@ class PieceEncoder:
         return ids
 
     def _check_unbroken(
-        self, backend: _Backend, texts: Sequence[str], limit: int, stop: Stop
+        self, backend: _Backend, texts: Sequence[str], limit: int, cancellation: Cancellation
     ) -> None:
         """Refuse a long chunk if its parts have more than twice the allowed number of tokens.
 
@@ -339,13 +345,13 @@ class PieceEncoder:
 
         Raises:
             TooLongError: the chunk is refused.
-            StoppedError: the ids are no longer wanted.
+            CancelledWorkError: the ids are no longer wanted.
         """
         for text in texts:
             if len(text) > 2 * BATCH_CHARACTERS:
                 num_ids = 0
                 for start in range(0, len(text), CHUNK_CHARACTERS):
-                    stop.check()
+                    cancellation.check()
                     num_ids += len(backend.ids([text[start : start + CHUNK_CHARACTERS]])[0])
                     if num_ids > 2 * limit:
                         raise TooLongError
@@ -357,11 +363,13 @@ class PieceEncoder:
         return _Guarding(self._hf, self._backend.cuts)
 
     def _encode_guarded(
-        self, piece: str, guards: Sequence[int], limit: int | None, stop: Stop
+        self, piece: str, guards: Sequence[int], limit: int | None, cancellation: Cancellation
     ) -> "array[int]":
         guarding = self._guarding
         other = guarding.replaced(piece, guards)
-        return guarding.restored(self._encode_long(guarding.backend, other.text, limit, stop))
+        return guarding.restored(
+            self._encode_long(guarding.backend, other.text, limit, cancellation)
+        )
 
     def _counting(self, piece: str, guards: Sequence[int]) -> "_Counting":
         if not guards:

@@ -264,7 +264,7 @@ class Memory:
         pieces, digest = encoding.pieces, hashlib.blake2b(digest_size=32)
         found, keys, index, before = list[Replacement](), list[Key](), 0, b""
         while index < len(pieces):
-            encoding.stop.check()
+            encoding.cancellation.check()
             before = digest.digest()
             known = self.answers.behind(self.namespace, before)
             new = None

@@ -21,21 +21,21 @@ TRIM_AFTER_S = 1.0
 Result = TypeVar("Result")
 
 
-class StoppedError(Exception):
+class CancelledWorkError(Exception):
     """The work was stopped, because its client has gone or the server is shutting down."""
 
 
-class Stop(threading.Event):
+class Cancellation(threading.Event):
     """A flag that is set once the result of some work is no longer wanted."""
 
     def check(self) -> None:
         """Raise an error if the result of the work is no longer wanted.
 
         Raises:
-            StoppedError: the result is no longer wanted.
+            CancelledWorkError: the result is no longer wanted.
         """
         if self.is_set():
-            raise StoppedError
+            raise CancelledWorkError
 
 
 class FairThreads:
@@ -53,37 +53,37 @@ class FairThreads:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="requests")
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant, in order of turns
         self._running: Counter[str] = Counter()
-        self._stops: set[Stop] = set()
+        self._cancellations: set[Cancellation] = set()
         self._trimming: asyncio.TimerHandle | None = None
 
-    async def run(self, tenant: str, work: Callable[[Stop], Result]) -> Result:
+    async def run(self, tenant: str, work: Callable[[Cancellation], Result]) -> Result:
         """Do the work in a thread and return its result. If this call is cancelled, the work stops.
 
         Raises:
-            StoppedError: the work was stopped, because the threads were closed.
+            CancelledWorkError: the work was stopped, because the threads were closed.
         """
         await self._wait_for_turn(tenant)
-        loop, stop = asyncio.get_running_loop(), Stop()
-        self._stops.add(stop)
+        loop, cancellation = asyncio.get_running_loop(), Cancellation()
+        self._cancellations.add(cancellation)
 
         def end(done: asyncio.Future[Result]) -> None:
             done.cancelled() or done.exception()  # otherwise asyncio logs it as never retrieved
-            self._stops.discard(stop)
+            self._cancellations.discard(cancellation)
             self._give_back(tenant)
 
-        running = loop.run_in_executor(self._executor, work, stop)
+        running = loop.run_in_executor(self._executor, work, cancellation)
         running.add_done_callback(end)
         try:
             return await asyncio.shield(running)
         finally:
-            stop.set()
+            cancellation.set()
 
     def close(self) -> None:
         """Tell all work to stop, and end the threads without waiting for them."""
         if self._trimming is not None:
             self._trimming.cancel()
-        for stop in self._stops:
-            stop.set()
+        for cancellation in self._cancellations:
+            cancellation.set()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _wait_for_turn(self, tenant: str) -> None:

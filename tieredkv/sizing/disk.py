@@ -211,7 +211,8 @@ class SimulatedDisk(BackingTier):
     def touch(self, items: Sequence[TouchItem]) -> None:
         """Refresh blocks after a hit."""
         now, lives = self._clock.now(), self._lives
-        of, use = None, (0.0, None, None)
+        of: BlockLife | None = None
+        use: tuple[float, float | None, str | None] = 0.0, None, None
         for item in items:
             life = lives.get(item.block_hash)
             if life is None or now >= life.expires_at:
