@@ -67,7 +67,6 @@ class Block:
     tenant: bytes = b""
     is_clean: bool = True
     is_double: bool = False
-    line: int = 0
     part: Any = field(default=None, repr=False)
     rank: int = 0
     place: Any = field(default=None, repr=False)

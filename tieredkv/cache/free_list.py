@@ -86,7 +86,7 @@ class FreeList:
         due = chain(self._clean, self._moving, *self._waiting, *self.floors.kept)
         by_rank = sorted(due, key=lambda block: block.rank)
         for line in LINES:
-            yield from (block for block in by_rank if block.line == line)
+            yield from (block for block in by_rank if self.line_of(block) == line)
             yield from self.young[line]
 
     def __len__(self) -> int:
@@ -115,6 +115,10 @@ class FreeList:
         """Return whether a block is due, but kept for its tenant."""
         return block.rank != 0 and isinstance(block.part, ByRank) and block.part is not self._clean
 
+    def line_of(self, block: Block) -> int:
+        """Return which line a block of the list is in."""
+        return block.rank // _LINE if block.rank else self.young.index(block.part)
+
     # Changes
 
     def append(self, blocks: Sequence[Block], line: int) -> None:
@@ -122,12 +126,13 @@ class FreeList:
         young = self.young[line]
         add = young.add
         for block in blocks:
-            block.line, block.part = line, young
+            block.part = young
             add(block)
         self._count(blocks, 1)
 
     def remove(self, blocks: Sequence[Block]) -> None:
         """Take blocks out of the list."""
+        self._count(blocks, -1)
         for block in blocks:
             if block.rank:
                 self._take_out(block)
@@ -136,14 +141,13 @@ class FreeList:
             else:
                 block.part.remove(block)
             block.part = None
-        self._count(blocks, -1)
 
     def _count(self, blocks: Sequence[Block], number: int) -> None:
         """Count each of these blocks so many times for its tenant."""
         for block in blocks if self.floors.by_tenant else ():
             counts = self.floors.change(block.tenant)
             counts.num_free += number
-            if block.line == LAST:
+            if self.line_of(block) == LAST:
                 counts.num_last += number
 
     def put_clean(self, block: Block, is_clean: bool) -> None:
@@ -177,7 +181,7 @@ class FreeList:
                 counts = self.floors.change(block.tenant)
                 counts.num_hashed += 1
                 counts.num_free += block.part is not None
-                counts.num_last += block.part is not None and block.line == LAST
+                counts.num_last += block.part is not None and self.line_of(block) == LAST
                 counts.num_waiting += block.rank != 0 and block.part is not self._clean
 
     # Parts
@@ -188,35 +192,37 @@ class FreeList:
             block.part = self._clean
             self._clean.add(block, block.rank)
         else:
-            block.part = self._moving if block.pin_count else self._dirty[block.line]
+            block.part = self._moving if block.pin_count else self._dirty[block.rank // _LINE]
             block.part.add(block)
             if self.floors.by_tenant:
                 self.floors.change(block.tenant).num_waiting += 1
-        self._num_due[block.line] += 1
+        self._num_due[block.rank // _LINE] += 1
 
     def _keep(self, block: Block) -> None:
         """Put a due block that is in no part to those that are kept for its tenant."""
         block.part = self.floors.change(block.tenant).kept
         block.part.add(block, block.rank)
-        self._num_kept[block.line] += 1
+        self._num_kept[block.rank // _LINE] += 1
 
     def _take_out(self, block: Block) -> None:
         """Take a due block out of its part."""
         if self.is_kept(block):
             self.floors.change(block.tenant)
-            self._num_kept[block.line] -= 1
+            self._num_kept[block.rank // _LINE] -= 1
         else:
-            self._num_due[block.line] -= 1
+            self._num_due[block.rank // _LINE] -= 1
             if self.floors.by_tenant and block.part is not self._clean:
                 self.floors.change(block.tenant).num_waiting -= 1
         block.part.remove(block)
 
-    def _pop_young(self, line: int) -> Block:
-        """Return the young block of a line whose turn it is; it is due now, and in no part."""
-        block = self.young[line].pop()
-        self._num_ranks += 1
-        block.rank = line * _LINE + self._num_ranks
-        return block
+    def _take_young(self, line: int, count: int) -> list[Block]:
+        """Take the next young blocks of a line; they are due now, and in no part."""
+        blocks, rank = self.young[line].take(count), line * _LINE + self._num_ranks
+        for block in blocks:
+            rank += 1
+            block.rank = rank
+        self._num_ranks += len(blocks)
+        return blocks
 
     # Whose turn it is
 
@@ -244,7 +250,7 @@ class FreeList:
         walk = _Walk(tenant, count + PARTIAL_LOOKS if is_partial else sys.maxsize)
         num_ranks = self._num_ranks
         taken = self._walk(walk, count)
-        if takes_kept and self.floors and num_spare < count:
+        if takes_kept and self.floors.by_tenant and num_spare < count:
             num_lacking = count - max(num_spare, len(taken))
             num_open = self.floors.kept_from(tenant).num_open
             walk.takes_kept, walk.most_kept = True, num_lacking - num_open
@@ -254,9 +260,9 @@ class FreeList:
             return []
         if makes_late:
             self._note_evicted(taken, tenant)
+        self._count(taken, -1)
         for block in taken:
             block.part, block.rank = None, 0
-        self._count(taken, -1)
         return taken
 
     def _walk(self, walk: "_Walk", count: int) -> list[Block]:
@@ -276,10 +282,10 @@ class FreeList:
             while not is_plain and len(taken) < most:
                 block = self._pop_due(line, walk)
                 if block is None:
-                    if walk.most_looks <= 0 or not self.young[line]:
-                        break
                     walk.most_looks -= 1
-                    block = self._pop_young(line)
+                    if walk.most_looks < 0 or not (young := self._take_young(line, 1)):
+                        break
+                    (block,) = young
                 if self._may_go(block, walk):
                     walk.num_of[block.tenant] += 1
                     taken.append(block)
@@ -287,17 +293,17 @@ class FreeList:
 
     def _walk_line(self, line: int, walk: "_Walk", most: int, taken: list[Block]) -> None:
         """Add the next blocks of a line to those that are taken; as `_walk`, but without floors."""
-        end, clean, young = (line + 1) * _LINE, self._clean, self.young[line]
+        end, clean = (line + 1) * _LINE, self._clean
         while len(taken) < most and (rank := clean.first_rank) is not None and rank < end:
             taken.append(block := clean.pop())
-            self._num_due[block.line] -= 1
-        while len(taken) < most and walk.most_looks > 0 and young:
-            walk.most_looks -= 1
-            block = self._pop_young(line)
-            if block.is_clean and not block.pin_count:
-                taken.append(block)
-            else:
-                self._put(block)
+            self._num_due[block.rank // _LINE] -= 1
+        while young := self._take_young(line, min(most - len(taken), walk.most_looks)):
+            walk.most_looks -= len(young)
+            for block in young:
+                if block.is_clean and not block.pin_count:
+                    taken.append(block)
+                else:
+                    self._put(block)
 
     def _may_go(self, block: Block, walk: "_Walk") -> bool:
         """Return whether a due block may be evicted; if not, put it into its part."""
@@ -316,7 +322,7 @@ class FreeList:
     def _pop_due(self, line: int, walk: "_Walk") -> Block | None:
         """Take the first block that is due, of this line or one before it, out of its part."""
         floors, end, best = self.floors, (line + 1) * _LINE, self._clean
-        if not (floors or len(best)):
+        if not (floors.by_tenant or len(best)):
             return None
         first = best.first_rank or end
         if floors:
@@ -331,9 +337,9 @@ class FreeList:
             return None
         block = best.pop()
         if best is self._clean:
-            self._num_due[block.line] -= 1
+            self._num_due[block.rank // _LINE] -= 1
         else:
-            self._num_kept[block.line] -= 1
+            self._num_kept[block.rank // _LINE] -= 1
             counts = floors.change(block.tenant)
             walk.most_kept -= block.tenant != walk.tenant
             floors.note_kept(counts, counts.num_spare - walk.num_of[block.tenant] - 1)
@@ -351,7 +357,8 @@ class FreeList:
 
     def _put_young(self, block: Block) -> None:
         """Put a due block that is in no part back as the first of the young ones."""
-        block.rank, block.part = 0, self.young[block.line]
+        line = self.line_of(block)
+        block.rank, block.part = 0, self.young[line]
         block.part.put_back(block)
 
     def _note_evicted(self, blocks: list[Block], tenant: bytes | None) -> None:
@@ -361,7 +368,7 @@ class FreeList:
         older ones wait: with fewer evictions, it would not have been the turn of the others either.
         """
         waiting = self._dirty[OTHERS]
-        ranks = [each.rank for each in blocks if each.line == OTHERS] if waiting else []
+        ranks = [each.rank for each in blocks if self.line_of(each) == OTHERS] if waiting else []
         self._last_evicted = max([self._last_evicted, *ranks])
         for _ in ranks:
             block = next(iter(waiting), None)
@@ -387,18 +394,18 @@ class FreeList:
     def postpone(self, block: Block) -> None:
         """Move a block that waits for a copy behind the others that do."""
         if block.part in self._waiting:
-            self._move(block, self._dirty[block.line])
+            self._move(block, self._dirty[block.rank // _LINE])
 
     def look_ahead(self, num_ahead: int, most_looks: int = sys.maxsize) -> list[Block]:
         """Have `num_ahead` blocks be due, besides kept ones; return the new ones."""
         due = list[Block]()
         for line in LINES:
             num_ahead -= self._num_due[line]
-            while num_ahead > 0 and most_looks > 0 and self.young[line]:
-                num_ahead, most_looks = num_ahead - 1, most_looks - 1
-                block = self._pop_young(line)
+            young = self._take_young(line, max(0, min(num_ahead, most_looks)))
+            num_ahead, most_looks = num_ahead - len(young), most_looks - len(young)
+            for block in young:
                 self._put(block)
-                due.append(block)
+            due += young
         return due
 
     def dirty(self, num_ahead: int, at_most: int = sys.maxsize) -> list[Block]:
@@ -422,9 +429,9 @@ class FreeList:
         """Raise IntegrityError if an invariant is broken; `hashed` are all hashed blocks."""
         kept, num_in = {*map(id, self.floors.kept)}, Counter[int]()
         for block in self:
-            num_in[block.line] += 1
+            num_in[self.line_of(block)] += 1
             if not block.rank:
-                is_right = block.part is self.young[block.line]
+                is_right = block.part in self.young
             elif block.pin_count:
                 is_right = block.part is self._moving or id(block.part) in kept
             else:

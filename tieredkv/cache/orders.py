@@ -2,7 +2,7 @@
 
 An order is one class with the methods of `Order`, and has its name in `ORDERS`. It sees a block
 when its last user has released it, and again after each further use. It loses sight of a block
-while it is used. `pop` decides, and the pool evicts what `pop` returns, or copies it down first.
+while it is used. `take` decides, and the pool evicts what it returns, or copies it down first.
 What an order has to remember of a block stands in `Block.place`; it is None for new content.
 
     lru     the block that was unused for longest
@@ -46,11 +46,11 @@ class Order(Protocol):
     def remove(self, block: Block) -> None:
         """Lose sight of a block because it is used or has lost its content."""
 
-    def pop(self) -> Block:
-        """Remove the block that goes first, and return it; there is one."""
+    def take(self, count: int) -> list[Block]:
+        """Remove the blocks that go first, so many or all, and return them in this order."""
 
     def put_back(self, block: Block) -> None:
-        """Take back what `pop` has just returned, as the first to go."""
+        """Take back the last block that was taken and is not back, as the first to go."""
 
 
 class ByRank(Generic[Item]):
@@ -132,9 +132,10 @@ class Lru:
     def __iter__(self) -> Iterator[Block]:
         return iter(self._blocks)
 
-    def pop(self) -> Block:
-        """Remove the oldest block."""
-        return self._blocks.popitem(last=False)[0]
+    def take(self, count: int) -> list[Block]:
+        """Remove the oldest blocks."""
+        pop = self._blocks.popitem
+        return [pop(False)[0] for _ in range(min(count, len(self._blocks)))]
 
     def put_back(self, block: Block) -> None:
         """Take a block in as the oldest."""
@@ -148,9 +149,10 @@ class Mru(Lru):
     def __iter__(self) -> Iterator[Block]:
         return reversed(self._blocks)
 
-    def pop(self) -> Block:
-        """Remove the youngest block."""
-        return self._blocks.popitem()[0]
+    def take(self, count: int) -> list[Block]:
+        """Remove the youngest blocks."""
+        pop = self._blocks.popitem
+        return [pop()[0] for _ in range(min(count, len(self._blocks)))]
 
     def put_back(self, block: Block) -> None:
         """Take a block in as the youngest."""
@@ -182,8 +184,11 @@ class Fifo:
         """Lose sight of a block."""
         self._queue.remove(block)
 
-    def pop(self) -> Block:
-        """Remove the block of the lowest rank that is not spared."""
+    def take(self, count: int) -> list[Block]:
+        """Remove the blocks of the lowest ranks that are not spared."""
+        return [self._pop() for _ in range(min(count, len(self)))]
+
+    def _pop(self) -> Block:
         while self._is_spared(block := self._queue.pop()):
             self._queue.add(block, block.place.rank)
         return block
@@ -257,9 +262,8 @@ class Lfu(Fifo):
         place.rank = max(place.rank, self._last_evicted + place.uses)
         self._queue.add(block, place.rank)
 
-    def pop(self) -> Block:
-        """Remove the block of the lowest rank."""
-        block = super().pop()
+    def _pop(self) -> Block:
+        block = super()._pop()
         self._last_evicted = block.place.rank
         return block
 
@@ -301,8 +305,11 @@ class S3Fifo:
         """Take a block in with the rank that it had."""
         self._queue_of(block.place).add(block, block.place.rank)
 
-    def pop(self) -> Block:
-        """Remove the first block of the small queue, or of the main one if the former is short."""
+    def take(self, count: int) -> list[Block]:
+        """Remove the first blocks of the small queue, or of the main one if the former is short."""
+        return [self._pop() for _ in range(min(count, len(self)))]
+
+    def _pop(self) -> Block:
         while True:
             is_small = len(self._small) >= self._num_small or not self._main
             block = (self._small if is_small else self._main).pop()

@@ -168,6 +168,10 @@ class BlockPool:
         """Return the evictable blocks in the order of eviction; slow, for tests and checks."""
         return iter(self._free)
 
+    def is_duplicate(self, block: Block) -> bool:
+        """Return whether a block is evictable, and among those that are evicted first."""
+        return block.part is not None and self._free.line_of(block) == DUPLICATES
+
     def holds_young(self, hashes: Iterable[BlockHash | None]) -> list[bool]:
         """Return which blocks are ready, and in use or not among the next to be evicted.
 
@@ -248,10 +252,16 @@ class BlockPool:
 
     def insert_filled(self, blocks: Sequence[Block], hashes: Sequence[BlockHash]) -> None:
         """Give used blocks hashes that the index lacks, and note that their content is complete."""
+        index, tenant, ready = self._index, b"", Content.READY
         for block, block_hash in zip(blocks, hashes, strict=True):
-            assert block.block_hash is None and block_hash not in self._index, block
-            self.insert(block, block_hash)
-            self.fill(block)
+            assert block.block_hash is None and block_hash not in index, block
+            index[block_hash] = block
+            block.block_hash, block.tenant = block_hash, tenant
+            block.content, block.is_ready = ready, True
+        if self._free.floors.by_tenant:
+            self._free.floors.change(tenant).num_hashed += len(blocks)
+        if self.changes is not None:
+            self.changes += [PoolChange(self, each, is_there=True) for each in hashes]
 
     def fill(self, block: Block, *, is_whole: bool = True) -> None:
         """Note that a block's content is there, so that hits may use it.
@@ -296,8 +306,9 @@ class BlockPool:
             after: the last step that may have used their memory for this user; 0 if none did.
         """
         rest = list[Block]()
-        is_plain = not (self._free.floors or self.pinned or self.prefetched)
-        lines, adds = self._free.young, [line.add for line in self._free.young]
+        is_plain = not (self._free.floors.by_tenant or self.pinned or self.prefetched)
+        doubles, others, _ = self._free.young
+        add_double, add_other = doubles.add, others.add
         for block in blocks:
             assert block.ref_count > 0, block
             if after:
@@ -305,12 +316,14 @@ class BlockPool:
             block.ref_count -= 1
             if block.ref_count:
                 continue
-            if is_plain and block.is_ready and block.block_hash is not None:
-                line = DUPLICATES if block.is_double else OTHERS
-                adds[line](block)  # same as `_append`, but faster
-                block.part, block.line = lines[line], line
-            else:
+            if not (is_plain and block.is_ready and block.block_hash is not None):
                 rest.append(block)
+            elif block.is_double:  # from here on the same as `_append`, but faster
+                add_double(block)
+                block.part = doubles
+            else:
+                add_other(block)
+                block.part = others
         if rest:
             self._unindex([block for block in rest if not block.is_ready])
             self._append(rest)
@@ -405,8 +418,6 @@ class BlockPool:
                 raise IntegrityError(f"{block} is in the wrong part of the free list")
             if block.is_ready != (block.content >= Content.EARLY):
                 raise IntegrityError(f"{block} says of its content what is not so")
-            if block.is_ready != (block.content >= Content.EARLY):
-                raise IntegrityError(f"{block} says of its content what is not so")
             if block.is_copying and not block.ref_count:
                 raise IntegrityError(f"{block} is being loaded, but no request uses it")
             if is_free and is_hashed and not block.is_ready:
@@ -452,15 +463,18 @@ class BlockPool:
 
     def _unindex(self, blocks: Iterable[Block]) -> Evicted:
         """Take blocks out of the index; return those that had a hash, each with it."""
-        evicted, floors = Evicted(), self._free.floors
+        evicted, index, floors = Evicted(), self._index, self._free.floors
         for block in blocks:
             if (block_hash := block.block_hash) is not None:
-                del self._index[block_hash]
-                block.block_hash, block.place = None, None
-                if floors:
-                    floors.change(block.tenant).num_hashed -= 1
-                if self.changes is not None:
-                    change = PoolChange(self, block_hash, is_there=False, was_ready=block.is_ready)
-                    self.changes.append(change)
+                del index[block_hash]
+                block.block_hash = block.place = None
                 evicted.append((block_hash, block))
+        if floors.by_tenant:
+            for _, block in evicted:
+                floors.change(block.tenant).num_hashed -= 1
+        if self.changes is not None:
+            self.changes += [
+                PoolChange(self, block_hash, is_there=False, was_ready=block.is_ready)
+                for block_hash, block in evicted
+            ]
         return evicted

@@ -13,7 +13,6 @@ from tieredkv.cache.counters import CacheCounters
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.disk_link import DiskLink
 from tieredkv.cache.events import BlockEvents
-from tieredkv.cache.free_list import DUPLICATES
 from tieredkv.cache.pool import BlockPool, Evicted
 from tieredkv.cache.presence import Presence
 from tieredkv.cache.shares import Shares
@@ -233,7 +232,7 @@ class Tiers:
         block_hash = page.block_hash
         if page.is_double and block_hash is not None:
             page.is_double = False
-            if page.part is not None and page.line == DUPLICATES:
+            if self.host.is_duplicate(page):
                 self.host.touch([block_hash])
                 self.host.put_clean(page, self.is_host_clean(block_hash))
 
