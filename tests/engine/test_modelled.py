@@ -258,7 +258,7 @@ def check_any_machine(make_rig: MakeRig, seed: int, longest: int) -> None:
             rig.demote(Tier.HOST)
         took_s[restore] = rig.serve(prompt, restore).ttft_s
         rig.demote()
-    most = 1.09 if head else 1.02  # a copy is kept up to where computing all saves MIN_GAIN
+    most = 1.02
     if machine.up_GBps < 4 * machine.read_GBps and head < length:
         most = 1.3  # many reads arrive while the head is launched, and only then are they copied
     facts = model, machine, block_size, length, head, took_s

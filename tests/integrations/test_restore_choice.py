@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredkv.cache.plan import MIN_GAIN
+from tieredkv.cache.plan import SHORT_GAIN
 from tieredkv.cache.step_times import PromptTimes, StepTimes
 from tieredkv.integrations.restore_choice import Choice, Facts, LoggedChoice, choose, replay
 from tieredkv.steps import pairs
@@ -185,12 +185,15 @@ def test_the_same_head_further_back_is_loaded_rather_sooner(
     assert far_gain >= near_gain - 1e-9
 
 
-def test_loading_has_to_save_a_share_of_what_it_replaces() -> None:
-    for read in (x * 1e8 for x in range(1, 400)):
-        choice = choose(facts(read_bytes_per_s=read, protocol_s=0.0))
-        if choice.should_load:
-            saved_s = choice.compute_s - choice.load_s
-            assert saved_s >= MIN_GAIN * PromptTimes(TIMES, 1 << 40)(0, 8192)
+def test_loading_has_to_save_a_step_or_a_share_of_the_time_of_the_prompt() -> None:
+    times = PromptTimes(TIMES, 1 << 40)
+    for length, least_s in ((512, SHORT_GAIN * times(0, 576)), (8192, times(8255, 8256))):
+        choices = [
+            choose(facts(end=length, read_bytes_per_s=x * 1e8, protocol_s=0.0))
+            for x in range(1, 400)
+        ]
+        assert [it.least_gain_s for it in choices] == pytest.approx([least_s] * len(choices))
+        assert {it.should_load for it in choices} == {False, True}
 
 
 def test_a_logged_choice_can_be_made_again() -> None:

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tieredkv.cache.plan import (
-    MIN_GAIN,
     SHORT_GAIN,
     Demand,
     LinkLoad,
@@ -401,7 +400,7 @@ def test_a_short_prefix_behind_slow_copies_is_computed() -> None:
 
 @pytest.mark.parametrize("num_blocks", [16, 128, 512, 2048, 8000])
 @pytest.mark.parametrize("GBps", [1.0, 5.0, 20.0, 53.0])
-def test_what_a_steady_link_has_is_computed_only_if_that_saves_more_than_a_step(
+def test_what_a_steady_link_has_is_divided_only_if_that_saves_more_than_a_step(
     num_blocks: int, GBps: float
 ) -> None:
     host, disk = LinkState(GBps * 1e9, BLOCK_BYTES, is_steady=True), LinkState(2e9, BLOCK_BYTES)
@@ -410,10 +409,10 @@ def test_what_a_steady_link_has_is_computed_only_if_that_saves_more_than_a_step(
     split = planner(host, disk).split(none_on_disk)
     load_s = time_of(demand, 0, host)
     least_s = min(time_of(demand, each, host) for each in range(8, num_blocks + 1))
-    step_s = seconds(demand.end - 1, demand.end)
-    is_all_faster = time_of(demand, num_blocks, host) < (1 - MIN_GAIN) * load_s
-    assert (split.block > 0) == (load_s - least_s > step_s or is_all_faster)
-    assert split.done_s == pytest.approx(least_s if split.block else load_s)
+    all_s, step_s = seconds(0, demand.end), seconds(demand.end - 1, demand.end)
+    is_worth_it = load_s - least_s > min(step_s, SHORT_GAIN * all_s)
+    assert split.done_s == pytest.approx(least_s if is_worth_it else min(load_s, all_s))
+    assert is_worth_it or split.block in (0, num_blocks)
     if GBps == 53.0:
         assert (split.block > 0) == (num_blocks >= 2048)
 
@@ -431,8 +430,7 @@ def test_loading_is_begun_only_if_it_gains_enough(slower: float) -> None:
         )
         all_s, step_s = step_seconds(0, demand.end), step_seconds(demand.end - 1, demand.end)
         gain_s = all_s - begun.done_s
-        is_worth_it = gain_s > MIN_GAIN * step_seconds(0, num_blocks * SIZE)
-        is_worth_it = is_worth_it and gain_s > min(step_s, SHORT_GAIN * all_s)
+        is_worth_it = gain_s > min(step_s, SHORT_GAIN * all_s)
         assert split == begun if is_worth_it else split.block == num_blocks, case
 
 

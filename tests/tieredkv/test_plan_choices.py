@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tieredkv.cache.plan import MIN_GAIN, SHORT_GAIN, Demand, LinkLoad, LinkState, Planner
+from tieredkv.cache.plan import SHORT_GAIN, Demand, LinkLoad, LinkState, Planner
 from tieredkv.cache.step_times import PromptTimes, StepTimes
 from tieredkv.cache.stretches import stretches
 
@@ -184,9 +184,8 @@ def test_nothing_is_read_that_does_not_save_enough_whatever_lies_where() -> None
         first, last = case.ends
         begin, end, held = case.demand.begin, case.demand.end, case.held
         best_s = min(map(case.done_s, case.allowed(first, last)))
-        blocks_s = case.compute_s(begin, min(end, last * case.size), held)
         all_s, step_s = case.compute_s(begin, end, held), case.times(end - 1, end)
-        least_s = max(MIN_GAIN * blocks_s, min(step_s, SHORT_GAIN * all_s))
+        least_s = min(step_s, SHORT_GAIN * all_s)
         if case.load(DISK).indices and case.done_s(last) - best_s <= least_s:
             best_s = case.done_s(last)
         assert split.done_s == pytest.approx(best_s, rel=1e-9), case

@@ -36,16 +36,10 @@ from tieredkv.cache.gaps import Gaps
 from tieredkv.cache.step_times import PromptTimes
 from tieredkv.cache.stretches import Stretch
 
-MIN_GAIN = 0.08
-"""Loading from a link whose rate varies is begun if it saves this share of the time that computing
-the same blocks takes, and more than one step, which late blocks would cost, or SHORT_GAIN. What a
-steady link has is computed only if that saves more than one step, or this share of the whole time
-if all is computed, which takes no further step.
-"""
-
 SHORT_GAIN = 0.12
-"""Share of the time of computing a whole request that is enough to begin to load for it. A short
-request takes so few steps that it can hardly save one.
+"""Loading from a link whose rate varies is begun if it saves more than one step, which late blocks
+would cost, or this share of the time of computing the whole request. A short request takes so few
+steps that it can hardly save one.
 """
 
 MAX_STRAIGHT = 6
@@ -182,7 +176,7 @@ class Planner:
         return best
 
     def least_gain_s(self, demand: Demand) -> float:
-        """Return what loading from a link that varies has to save."""
+        """Return what a plan has to save beside loading all from steady links, or computing all."""
         return self._case(demand).least_gain_s
 
     def is_steady(self, load: LinkLoad) -> bool:
@@ -263,10 +257,8 @@ class _Case:
 
     @property
     def least_gain_s(self) -> float:
-        """What loading from a link that varies has to save."""
-        blocks_s = self.compute_s(self.last * self.planner.block_size)
-        short_s = min(self.step_s, SHORT_GAIN * self.compute_s(self.demand.end))
-        return max(MIN_GAIN * blocks_s, short_s)
+        """What a plan has to save beside loading all from steady links, or computing all."""
+        return min(self.step_s, SHORT_GAIN * self.compute_s(self.demand.end))
 
     @property
     def step_s(self) -> float:
@@ -295,12 +287,10 @@ class _Case:
         varies = any([each.indices for each in self.others])
         only_steady = not self.others and any([each.end for each in self.steady])
         if only_steady or (varies and not self.demand.is_begun):
-            simple, all_computed = splits[0 if only_steady else -1], splits[-1]
-            least_gain_s = self.least_gain_s if varies else self.step_s
-            if simple.done_s - min(each.done_s for each in splits) <= least_gain_s:
-                splits = [simple]
-                if only_steady and all_computed.done_s < (1 - MIN_GAIN) * simple.done_s:
-                    splits.append(all_computed)  # which takes no further step
+            # Neither loading all nor computing all takes a further step.
+            simple = [splits[0], splits[-1]] if only_steady else splits[-1:]
+            if simple[0].done_s - min(each.done_s for each in splits) <= self.least_gain_s:
+                splits = simple
         return min(splits, key=attrgetter("done_s"))
 
     def _lead_s(self, block: int) -> float:
