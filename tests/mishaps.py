@@ -22,7 +22,7 @@ from tests.prompts import prompt
 from tests.splits import choose_any_splits
 from tests.waiting import HANG_S, wait_until
 from tieredkv import LLM, SamplingParams
-from tieredkv.cache import link_rate, lookups, promotion, room
+from tieredkv.cache import device_link, link_rate, lookups, room
 from tieredkv.cache.link_rate import LinkRate
 from tieredkv.cache.pool import BlockPool, Taken
 from tieredkv.engine import parts
@@ -189,8 +189,7 @@ class UnluckyEngine:
         patch.setenv("TIEREDKV_TEST_CLOCK_OFFSET_FILE", str(self._offset_file))
         patch.setattr(supervisor, "_HEALTHY_S", 0.0)  # a killed worker is started again at once
         patch.setattr(link_rate, "PROBE_S", 0.1)  # a disk that was away is soon tried again
-        patch.setattr(promotion, "MIN_MEASURED_BYTES", 0)  # so that copies of few blocks are probes
-        patch.setattr(promotion, "PROBE_COPY_BYTES", 128 << 10)
+        patch.setattr(device_link, "LEAST_SHARE", 0.0)  # rates that a test sets are believed
         self._poison_allocations()
 
     @property

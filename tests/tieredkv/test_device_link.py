@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from tieredkv.cache.device_link import MAX_COPY_S, MIN_MEASURED_BYTES, DeviceLink, _Pending
+from tieredkv.cache.device_link import (
+    LEAST_SHARE,
+    MAX_COPY_S,
+    MIN_MEASURED_BYTES,
+    DeviceLink,
+    _Pending,
+    time_link,
+)
 from tieredkv.cache.plan import LinkState
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.types import BlockId, PageId
@@ -57,9 +64,22 @@ def test_the_planner_is_told_how_long_promotions_keep_the_link() -> None:
     link, _, _ = make_transfer(torch.device("cpu"))
     link.up_rate.bytes_per_s = 100 * BLOCK_BYTES
     assert link.up_state(50, 0.0) == LinkState(100 * BLOCK_BYTES, BLOCK_BYTES, 0.5, is_steady=True)
-    assert link.most_promotions(0.0) == int(100 * MAX_COPY_S)
+    assert link.most_promotions == int(100 * MAX_COPY_S)
     link.up_rate.bytes_per_s = 1.0
-    assert link.most_promotions(0.0) == 1, "the link always has something to do"
+    assert link.most_promotions == 1, "the link always has something to do"
+
+
+def test_the_link_is_taken_to_give_a_tenth_of_what_it_gave_at_the_start_at_least() -> None:
+    """So it is used, and what it moves corrects a rate that is thought to be too low."""
+    num_blocks = 2 * MIN_MEASURED_BYTES // BLOCK_BYTES
+    blocks = torch.zeros((num_blocks, BLOCK_BYTES), dtype=torch.uint8)
+    link = DeviceLink[tuple[float, tuple[()]]](BlockCopier(blocks, blocks.clone()))
+    time_link(link, num_blocks, BLOCK_BYTES)
+    measured = link.up_rate.steady
+    assert link.up_rate.is_learnt and link.up_bytes_per_s == measured
+    link.up_rate.bytes_per_s = 1e-3 * measured
+    assert link.up_bytes_per_s == LEAST_SHARE * measured
+    assert link.up_state(0, 0.0).bytes_per_s == LEAST_SHARE * measured
 
 
 class Moment:

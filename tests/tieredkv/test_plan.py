@@ -7,15 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredkv.cache.plan import (
-    SHORT_GAIN,
-    Demand,
-    LinkLoad,
-    LinkState,
-    Planner,
-    Split,
-    outlook,
-)
+from tieredkv.cache.plan import SHORT_GAIN, Demand, LinkLoad, LinkState, Planner, Split, outlook
 from tieredkv.cache.step_times import PromptTimes, StepTimes
 from tieredkv.cache.stretches import Stretches, joined, stretches
 

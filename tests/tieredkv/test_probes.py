@@ -1,8 +1,6 @@
 """A disk that is thought to be slow is read again now and then, so that its rate is corrected."""
 
 import time
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -10,7 +8,7 @@ from tests.fake_store import Rig
 from tieredkv.cache import link_rate, promotion
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.link_rate import PROBE_S, LinkRate
-from tieredkv.types import BlockId, PageId, Tier
+from tieredkv.types import Tier
 
 
 def rig_with_a_slow_disk(*, is_stale: bool, num_pages: int = 16) -> Rig:
@@ -88,29 +86,3 @@ def test_a_rate_learnt_too_low_is_corrected_by_one_probe() -> None:
     now += PROBE_S
     rate.learn(128 << 20, 0.064, now)
     assert rate.bytes_per_s == (128 << 20) / 0.064
-
-
-def test_pcie_that_is_thought_to_be_slow_is_measured_with_blocks_that_nobody_uses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(promotion, "MIN_MEASURED_BYTES", 0)
-    rig = Rig(restore="auto", num_blocks=64, num_pages=16, has_store=False)
-    monkeypatch.setattr(promotion, "PROBE_COPY_BYTES", 8 * rig.tiers.payload_bytes)
-    link, copied = rig.tiers.device_link, list[int]()
-    link.up_rate = LinkRate(1e-3, learnt_at=time.monotonic() - PROBE_S)
-    promote = link.promote
-
-    def note(pairs: Sequence[tuple[PageId, BlockId]], *how: Any, **options: Any) -> None:
-        copied.append(len(pairs))
-        promote(pairs, *how, **options)
-
-    monkeypatch.setattr(link, "promote", note)
-    for _ in range(2):
-        prefix = rig.queue("a", 4)
-        assert rig.admit(prefix)
-        assert rig.finish(prefix) == 4, "what is thought to be slow is computed"
-        assert rig.cache.flush(Tier.HOST, deadline=time.monotonic() + 10)
-        rig.tiers.evict_clean(Tier.DEVICE)
-    assert copied == [8]
-    assert rig.tiers.device.num_empty == 64, "nobody uses the blocks afterwards"
-    rig.check_nothing_is_held()

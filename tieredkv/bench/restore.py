@@ -145,7 +145,7 @@ def _learnt(llm: LLM, lengths: list[int]) -> Row:
     tiers, now = llm.core.parts.tiers, time.monotonic()
     return {
         "read_GBps": round(tiers.disk_link.read_rate.effective(now) / 1e9, 3),
-        "h2d_GBps": round(tiers.device_link.up_rate.effective(now) / 1e9, 3),
+        "h2d_GBps": round(tiers.device_link.up_bytes_per_s / 1e9, 3),
         "prefill_s": {str(n): round(tiers.compute_rate.seconds(0, n), 4) for n in lengths},
     }
 

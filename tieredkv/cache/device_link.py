@@ -37,6 +37,12 @@ A prompt of 2,048 tokens of an 8B model has 256 MiB, and events on the device ti
 So the first prompts tell whether PCIe is slow, busy with something else, or free again.
 """
 
+LEAST_SHARE = 0.1
+"""Share of what was measured at the start that the link is taken to give at least.
+
+So a link that is thought to be far too slow is still used, and what it moves corrects its rate.
+"""
+
 MIN_SPLIT_BYTES = 32 << 20
 """Promotions smaller than this are not split: they end before their first layers are of use."""
 
@@ -82,6 +88,7 @@ class DeviceLink(Generic[Tag]):
 
     Attributes:
         up_rate: the rate of promotions; `poll` learns it from large ones.
+        least_bytes_per_s: what it is taken to be at least.
         num_steps: steps that the compute stream was given so far.
     """
 
@@ -95,6 +102,7 @@ class DeviceLink(Generic[Tag]):
         self._copier = copier
         self._early_bytes = early_bytes
         self.up_rate = LinkRate(20e9, memory_bytes=MEMORY_BYTES)
+        self.least_bytes_per_s = 0.0
         self.num_steps = 0
         self._steps: dict[int, torch.cuda.Event] = {}  # those that may not have ended, in order
         self._num_usable = 0
@@ -105,14 +113,20 @@ class DeviceLink(Generic[Tag]):
         self._demotions: deque[_Pending[Tag]] = deque()
         self._moving_since: float | None = None  # the first promotion, as `poll` saw it
 
-    def most_promotions(self, now: float) -> int:
-        """Return how many blocks may be on their way to VRAM."""
-        num_bytes = MAX_COPY_S * self.up_rate.effective(now)
+    @property
+    def up_bytes_per_s(self) -> float:
+        """The rate of promotions to plan with."""
+        return max(self.up_rate.steady, self.least_bytes_per_s)
+
+    @property
+    def most_promotions(self) -> int:
+        """How many blocks may be on their way to VRAM."""
+        num_bytes = MAX_COPY_S * self.up_bytes_per_s
         return max(1, int(num_bytes / self._copier.block_bytes))
 
     def up_state(self, num_blocks: int, now: float) -> LinkState:
         """Return what the planner has to know while so many blocks are on their way to VRAM."""
-        rate = self.up_rate.effective(now)
+        rate = self.up_bytes_per_s
         seconds = num_blocks * self._copier.block_bytes / rate
         if self._moving_since is not None and self._promotions:
             moving_s = self._promotions[0].num_bytes / rate
@@ -267,3 +281,4 @@ def time_link(
         link.promote([(PageId(i), BlockId(i)) for i in range(count)], (0.0, ()))
         link.synchronize()
         link.poll()
+    link.least_bytes_per_s = LEAST_SHARE * link.up_rate.steady

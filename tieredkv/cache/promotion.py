@@ -25,7 +25,6 @@ from tieredkv.cache import plan_log
 from tieredkv.cache.block import Block, Content
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.chain import Chain
-from tieredkv.cache.device_link import MIN_MEASURED_BYTES
 from tieredkv.cache.disk_link import Read
 from tieredkv.cache.link_rate import Probes
 from tieredkv.cache.plan import Demand, LinkLoad, Planner, Split
@@ -43,12 +42,6 @@ MAX_READS = 128
 
 PROBE_BYTES = 128 << 20
 """Bytes that are read to measure the disk again while the plan reads nothing."""
-
-PROBE_COPY_BYTES = 32 << 20
-"""Bytes that are copied to measure PCIe again while the plan copies nothing."""
-
-NO_TENANT = b""
-"""Takes no block from the floor of any tenant."""
 
 NO_ROOM_BYTES_PER_S = 1.0
 """The rate of a link that has no page to read into: what it might load is computed."""
@@ -100,8 +93,7 @@ class Promoter:
         self.recalls = Recalls(tiers)
         self._to_copy: list[tuple[Block, Block]] = []
         self._lacks_page = False  # the last read found no page
-        self._read_probes, self._copy_probes = Probes(), Probes()
-        self._probed: list[Block] = []  # blocks into which pages are copied to measure the link
+        self._read_probes = Probes()
         self.has_more = False
         # Pages that reads and copies up may hold together.
         self._inbound_cap = max(1, tiers.host.num_blocks // 2)
@@ -114,7 +106,7 @@ class Promoter:
     @property
     def num_copies_left(self) -> int:
         """How many more copies may be under way to VRAM."""
-        most = self._device_link.most_promotions(time.monotonic())
+        most = self._device_link.most_promotions
         return max(0, most - self._tiers.num_promoting)
 
     # Plan
@@ -183,9 +175,6 @@ class Promoter:
         first = next((each for each in self.recalls.order if each.has(State.AT_DISK)), None)
         if first is not None and not first.reads_next:
             self.probe(first.chain, first.chain.row.indices(State.AT_DISK))
-        first = next((each for each in self.recalls.order if each.has(State.AT_HOST)), None)
-        if first is not None and first.is_admitted and not first.copies_next:
-            self._probe_copies(now)
         return splits
 
     def planner(self, busy_s: float, now: float) -> Planner:
@@ -207,16 +196,15 @@ class Promoter:
     # Moves
 
     def probe(self, chain: Chain, on_disk: Sequence[int]) -> None:
-        """Read some blocks that are to be computed, if the disk's rate is old, and probe PCIe.
+        """Read some blocks that are to be computed, if the disk's rate is old.
 
-        Nobody waits for them; they teach the rate. What is read would pass through PCIe too.
+        Nobody waits for them; they teach the rate.
 
         Args:
             chain: of an admitted or queued request.
             on_disk: indices of blocks that the disk has, ascending.
         """
         link, host, now = self._disk_link, self._tiers.host, time.monotonic()
-        self._probe_copies(now)
         if link.num_reading or not self._read_probes.is_due(link.read_rate, now):
             return  # what is being read teaches the rate
         most = max(1, min(MAX_READS, PROBE_BYTES // self._tiers.payload_bytes))
@@ -229,28 +217,6 @@ class Promoter:
         if link.num_reading:
             self._read_probes.note_probe(link.read_rate, now)
         link.send()
-
-    def _probe_copies(self, now: float) -> None:
-        """Copy some pages into spare blocks of VRAM, if the rate is old and there is room.
-
-        Nobody waits for them, and it does not matter what the pages hold.
-        """
-        tiers, link = self._tiers, self._device_link
-        if self._probed or tiers.num_promoting or not self._copy_probes.is_due(link.up_rate, now):
-            return
-        count = min(tiers.host.num_blocks, -(-PROBE_COPY_BYTES // tiers.payload_bytes))
-        if count * tiers.payload_bytes < MIN_MEASURED_BYTES:
-            return
-        self._probed = tiers.allocate(Tier.DEVICE, count, tenant=NO_TENANT) or []
-        if self._probed:
-            self._copy_probes.note_probe(link.up_rate, now)
-            pairs = [(PageId(i), BlockId(it.block_id)) for i, it in enumerate(self._probed)]
-            after = max(block.last_step for block in self._probed)
-            link.promote(pairs, (time.perf_counter(), ()), after=after)
-
-    def _end_probe(self) -> None:
-        probed, self._probed = self._probed, []
-        self._tiers.device.release(probed)
 
     def pump(self, away_s: float = 0.0) -> bool:
         """Start the reads and copies that the plan wants and that there is room for.
@@ -364,9 +330,6 @@ class Promoter:
     def on_copied(self, began_at: float, copies: Copies) -> None:
         """Mark blocks as ready whose bytes have arrived in VRAM."""
         tiers = self._tiers
-        if not copies:
-            self._end_probe()
-            return
         tiers.counters.note_move("host,device", began_at)
         tiers.on_loaded(block.block_hash for _, block in copies if block.block_hash is not None)
         for page, block in copies:
@@ -493,7 +456,6 @@ class Promoter:
         if self._to_copy:
             copies, self._to_copy = self._to_copy, []
             self._tiers.counters.promoted_host_blocks += len(copies)
-            self._copy_probes.note_use(self._device_link.up_rate)
             for page, _ in copies:
                 self._tiers.counters.used_reads += page.source is Tier.DISK
                 page.source = None

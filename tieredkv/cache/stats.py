@@ -55,7 +55,7 @@ def _rates(tiers: Tiers, max_model_len: int) -> dict[str, Any]:
     reads, writes = tiers.disk_link.read_rate, tiers.disk_link.write_rate
     has_disk, limit = tiers.store is not None, reads.limit
     return {
-        "up_bytes_per_s": tiers.device_link.up_rate.effective(now),
+        "up_bytes_per_s": tiers.device_link.up_bytes_per_s,
         "read_bytes_per_s": reads.effective(now) if has_disk else None,
         "write_bytes_per_s": writes.steady if has_disk else None,
         "read_bytes_limit": limit if has_disk and limit < math.inf else None,
