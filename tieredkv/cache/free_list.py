@@ -244,17 +244,23 @@ class FreeList:
             is_partial: whether fewer blocks are taken if there are too few; else none is.
             makes_late: whether others are late that should have gone before them.
         """
-        num_spare = len(self) - self.floors.kept_from(tenant).num_all
-        if not count or (count > (len(self) if takes_kept else num_spare) and not is_partial):
+        if not count:
             return []
-        walk = _Walk(tenant, count + PARTIAL_LOOKS if is_partial else sys.maxsize)
-        num_ranks = self._num_ranks
-        taken = self._walk(walk, count)
-        if takes_kept and self.floors.by_tenant and num_spare < count:
-            num_lacking = count - max(num_spare, len(taken))
-            num_open = self.floors.kept_from(tenant).num_open
-            walk.takes_kept, walk.most_kept = True, num_lacking - num_open
-            taken += self._walk(walk, num_lacking)
+        num_free, num_ranks = len(self), self._num_ranks
+        num_spare = num_free - self.floors.kept_from(tenant).num_all
+        if count > (num_free if takes_kept else num_spare) and not is_partial:
+            return []
+        most_looks = count + PARTIAL_LOOKS if is_partial else sys.maxsize
+        if self.floors.by_tenant:
+            walk = _Walk(tenant, most_looks)
+            taken = self._walk(walk, count)
+            if takes_kept and num_spare < count:
+                num_lacking = count - max(num_spare, len(taken))
+                num_open = self.floors.kept_from(tenant).num_open
+                walk.takes_kept, walk.most_kept = True, num_lacking - num_open
+                taken += self._walk(walk, num_lacking)
+        else:
+            taken = self._walk_plain(count, most_looks)
         if len(taken) < count and not is_partial:
             self._put_back(taken, num_ranks)
             return []
@@ -265,21 +271,23 @@ class FreeList:
             block.part, block.rank = None, 0
         return taken
 
-    def _walk(self, walk: "_Walk", count: int) -> list[Block]:
-        """Take the next blocks out of their parts, `count` of them at most.
+    def _most_in(self, line: int, count: int, num_others: int, num_taken: int) -> int:
+        """Return how many blocks are taken in all when the walk leaves a line.
 
         Blocks that are evicted last are taken only if there are too few others. Others that cannot
         be evicted yet count as well: no block of the last line replaces them.
         """
+        return count if line != LAST else min(count, num_taken + count - max(0, num_others))
+
+    def _walk(self, walk: "_Walk", count: int) -> list[Block]:
+        """Take the next blocks out of their parts, `count` of them at most."""
         num_others = self.num_in(DUPLICATES) + self.num_in(OTHERS)
         if not walk.takes_kept:
             num_others -= self.floors.kept_from(walk.tenant).num_unpinned
-        taken, is_plain = list[Block](), not self.floors.by_tenant
+        taken = list[Block]()
         for line in LINES:
-            most = count if line != LAST else min(count, len(taken) + count - max(0, num_others))
-            if is_plain and len(taken) < most:
-                self._walk_line(line, walk, most, taken)
-            while not is_plain and len(taken) < most:
+            most = self._most_in(line, count, num_others, len(taken))
+            while len(taken) < most:
                 block = self._pop_due(line, walk)
                 if block is None:
                     walk.most_looks -= 1
@@ -291,23 +299,29 @@ class FreeList:
                     taken.append(block)
         return taken
 
-    def _walk_line(self, line: int, walk: "_Walk", most: int, taken: list[Block]) -> None:
-        """Add the next blocks of a line to those that are taken; as `_walk`, but without floors."""
-        end, clean = (line + 1) * _LINE, self._clean
-        while len(taken) < most and (rank := clean.first_rank) is not None and rank < end:
-            taken.append(block := clean.pop())
-            self._num_due[block.rank // _LINE] -= 1
-        while young := self._take_young(line, min(most - len(taken), walk.most_looks)):
-            walk.most_looks -= len(young)
-            for block in young:
-                if block.is_clean and not block.pin_count:
-                    taken.append(block)
-                else:
-                    self._put(block)
+    def _walk_plain(self, count: int, most_looks: int) -> list[Block]:
+        """Take the next blocks as `_walk` does, but faster, where no tenant has a floor."""
+        clean, taken = self._clean, list[Block]()
+        num_others = self.num_in(DUPLICATES) + self.num_in(OTHERS)
+        for line in LINES:
+            most, end = self._most_in(line, count, num_others, len(taken)), (line + 1) * _LINE
+            while len(taken) < most and (rank := clean.first_rank) is not None and rank < end:
+                taken.append(block := clean.pop())
+                self._num_due[block.rank // _LINE] -= 1
+            while most > len(taken) and (
+                young := self._take_young(line, min(most - len(taken), most_looks))
+            ):
+                most_looks -= len(young)
+                for block in young:
+                    if block.is_clean and not block.pin_count:
+                        taken.append(block)
+                    else:
+                        self._put(block)
+        return taken
 
     def _may_go(self, block: Block, walk: "_Walk") -> bool:
         """Return whether a due block may be evicted; if not, put it into its part."""
-        if self.floors.by_tenant and not walk.takes_kept and block.tenant != walk.tenant:
+        if not walk.takes_kept and block.tenant != walk.tenant:
             counts = self.floors.change(block.tenant)
             num_spare = counts.num_spare - walk.num_of[block.tenant]
             if num_spare <= 0:
@@ -322,17 +336,14 @@ class FreeList:
     def _pop_due(self, line: int, walk: "_Walk") -> Block | None:
         """Take the first block that is due, of this line or one before it, out of its part."""
         floors, end, best = self.floors, (line + 1) * _LINE, self._clean
-        if not (floors.by_tenant or len(best)):
-            return None
         first = best.first_rank or end
-        if floors:
-            heads = floors.keeping if walk.most_kept > 0 else floors.giving
-            tenants = [heads.first] if len(heads) else []
-            if (own := floors.get(walk.tenant)) is not None:
-                tenants.append(own)
-            for tenant in tenants:
-                if (rank := tenant.kept.first_rank) is not None and rank < first:
-                    first, best = rank, tenant.kept
+        heads = floors.keeping if walk.most_kept > 0 else floors.giving
+        tenants = [heads.first] if len(heads) else []
+        if (own := floors.get(walk.tenant)) is not None:
+            tenants.append(own)
+        for tenant in tenants:
+            if (rank := tenant.kept.first_rank) is not None and rank < first:
+                first, best = rank, tenant.kept
         if first >= end:
             return None
         block = best.pop()
