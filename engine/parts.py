@@ -20,6 +20,7 @@ from tieredkv.cache.operations import Operations
 from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.rate_file import Machine, RateFile, disk_name
 from tieredkv.cache.requests import TieredCache
+from tieredkv.cache.settings import CacheSettings
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
@@ -208,12 +209,14 @@ def make_tiers(
         payload_bytes=spec.block_bytes,
         block_size=spec.block_size,
         is_cpu=device_type == "cpu",
-        restore=settings.restore,
+        settings=CacheSettings(
+            restore=settings.restore,
+            is_write_behind=settings.disk_write == "write_behind",
+            drain_timeout_s=settings.drain_timeout,
+            device_reserve_blocks=2 * num_batched_tokens // spec.block_size,
+            load_timeout_s=settings.load_timeout,
+        ),
         compute_rate=ComputeRate(settings.resolve_max_num_alone_tokens(device_type)),
-        is_write_behind=settings.disk_write == "write_behind",
-        drain_timeout_s=settings.drain_timeout,
-        device_reserve_blocks=2 * num_batched_tokens // spec.block_size,
-        load_timeout_s=settings.load_timeout,
     )
     tiers.disk_link.read_rate.limit = settings.disk_read_limit or math.inf
     tiers.disk_link.write_rate.limit = settings.disk_write_limit or math.inf

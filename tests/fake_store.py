@@ -28,6 +28,7 @@ from tieredkv.cache.operations import ChooseBlock
 from tieredkv.cache.pool import BlockPool, Taken
 from tieredkv.cache.requests import RequestProgress, TieredCache
 from tieredkv.cache.row import State
+from tieredkv.cache.settings import CacheSettings
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Restore
@@ -317,14 +318,16 @@ class Rig:
             vram_bytes=BLOCK_BYTES,
             payload_bytes=BLOCK_BYTES,
             block_size=block_size,
-            restore=restore,
-            is_write_behind=is_write_behind,
-            device_reserve_blocks=reserve,
-            load_timeout_s=load_timeout_s,
+            settings=CacheSettings(
+                restore=restore,
+                is_write_behind=is_write_behind,
+                device_reserve_blocks=reserve,
+                load_timeout_s=load_timeout_s,
+            ),
         )
         # At the first assumption of the write rate, so many blocks may wait to be written.
         enough_s = (most_owed + 0.5) * BLOCK_BYTES / self.tiers.disk_link.write_rate.steady
-        self.tiers.drain_timeout_s = enough_s / EARLY_SHARE
+        self.tiers.settings.drain_timeout_s = enough_s / EARLY_SHARE
         for pool, memory in self.memories:
             _poison_evicted(pool, memory)
         self.cache = TieredCache(self.tiers)

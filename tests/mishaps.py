@@ -291,7 +291,7 @@ class UnluckyEngine:
         self._disk.delay_share = conditions.delay_share
         self._disk.generator.seed(conditions.seed)
         tiers = self.llm.core.parts.tiers
-        tiers.load_timeout_s = conditions.load_timeout_s
+        tiers.settings.load_timeout_s = conditions.load_timeout_s
         self._patch.setattr(lookups, "LOOKUP_TIMEOUT_S", conditions.lookup_timeout_s)
         self._patch.setattr(room, "PATIENCE_S", conditions.room_patience_s)
         self._splits.undo()

@@ -109,7 +109,7 @@ class Rig:
         event: Callable[[], None] = lambda: None,
     ) -> Served:
         """Serve a request; after `at_s` seconds, unless it was answered, an event happens."""
-        self.tiers.restore = restore
+        self.tiers.settings.restore = restore
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         name, began, has_come = f"{next(self.numbers)}", self.time.now, False
         self.core.add_request(

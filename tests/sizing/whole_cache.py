@@ -16,6 +16,7 @@ from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.recalls import RequestProgress
 from tieredkv.cache.requests import TieredCache
+from tieredkv.cache.settings import CacheSettings
 from tieredkv.cache.stretches import stretches
 from tieredkv.cache.tiers import Tiers
 from tieredkv.kernels.copies import BlockCopier
@@ -64,12 +65,11 @@ class WholeCache:
             clock=self.clock,
             vram_bytes=1,
             payload_bytes=1,
-            restore="load",
-            device_reserve_blocks=capacity.reserve,
+            settings=CacheSettings(restore="load", device_reserve_blocks=capacity.reserve),
         )
         # At the assumed rate, so many blocks may wait to be written.
         rate = self.tiers.disk_link.write_rate.steady
-        self.tiers.drain_timeout_s = 2 * (capacity.most_owed + 0.5) / rate
+        self.tiers.settings.drain_timeout_s = 2 * (capacity.most_owed + 0.5) / rate
         self.cache = TieredCache(self.tiers)
 
     def serve(self, ids: Sequence[int], now: float, names: frozenset[str]) -> list[Source]:

@@ -135,11 +135,11 @@ def serve(llm: LLM, length: int, repeat: int) -> dict[str, Sample]:
     """Serve one prompt in each arm; it is computed first, and then in host memory."""
     prompt, found = make_prompt(llm, length, repeat), dict[str, Sample]()
     for arm, mode in MODES.items():
-        llm.core.parts.tiers.restore = mode
+        llm.core.parts.tiers.settings.restore = mode
         if arm != "cold":
             demote_all(llm, "host")
         found[arm] = serve_once(llm, prompt, digested=True)
-    llm.core.parts.tiers.restore = "auto"
+    llm.core.parts.tiers.settings.restore = "auto"
     llm.core.verbs.evict()
     return found
 

@@ -38,6 +38,7 @@ from tieredkv.cache.chain import Chain
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.requests import TieredCache
+from tieredkv.cache.settings import CacheSettings
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
@@ -132,8 +133,7 @@ class _Host:
             vram_bytes=BLOCK_BYTES,
             payload_bytes=BLOCK_BYTES,
             block_size=block_size,
-            restore="load",
-            device_reserve_blocks=1,
+            settings=CacheSettings(restore="load", device_reserve_blocks=1),
         )
         self.cache = TieredCache(self.tiers)
         self.scheduler = Scheduler(

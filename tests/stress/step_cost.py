@@ -36,6 +36,7 @@ from tieredkv.cache.chain import Chain
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.requests import TieredCache
+from tieredkv.cache.settings import CacheSettings
 from tieredkv.cache.tiers import Tiers
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.request import Request
@@ -115,8 +116,7 @@ class _Engine:
             clock=self.clock,
             vram_bytes=BLOCK_BYTES,
             payload_bytes=BLOCK_BYTES,
-            is_write_behind=is_write_behind,
-            device_reserve_blocks=1024,
+            settings=CacheSettings(is_write_behind=is_write_behind, device_reserve_blocks=1024),
         )
         self.cache = TieredCache(self.tiers)
         self.worker.tell(Held(is_first=True, is_whole=True))

@@ -137,17 +137,17 @@ def measure(settings: Row, lengths: list[int], repeats: int, restore: Restore) -
     rows = list[Row]()
     with LLM(**settings, retention="24h", progress=bench_progress()) as llm:
         for index in range(2):  # rates are learnt
-            llm.core.parts.tiers.restore = ("compute", "load")[index]
+            llm.core.parts.tiers.settings.restore = ("compute", "load")[index]
             serve_once(llm, make_prompt(llm, max(lengths), -1))
             demote_all(llm, "disk")
         timeline = Timeline(llm)
         for repeat in range(repeats):
             for length in lengths:
                 prompt = make_prompt(llm, length, repeat)
-                llm.core.parts.tiers.restore = "compute"
+                llm.core.parts.tiers.settings.restore = "compute"
                 cold_ms = serve_once(llm, prompt).ttft_ms
                 demote_all(llm, "disk")
-                llm.core.parts.tiers.restore = restore
+                llm.core.parts.tiers.settings.restore = restore
                 with timeline.recording():
                     sample = serve_once(llm, prompt)
                 row: Row = {"prefix_tokens": length, "cold_ms": round(cold_ms, 1)}

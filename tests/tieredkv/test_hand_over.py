@@ -79,7 +79,7 @@ def test_a_request_that_was_given_up_on_takes_nothing_over() -> None:
     rig = Rig(load_timeout_s=0.0)
     first, second = queued(rig, 4, 2)
     assert rig.admit(first)
-    rig.tiers.load_timeout_s = 1e9
+    rig.tiers.settings.load_timeout_s = 1e9
     assert rig.admit(second)
     assert rig.finish(first) == 4, "a block that was given up is computed, whoever else wants it"
     rig.cache.release(second)
@@ -92,7 +92,7 @@ def test_a_late_read_is_waited_for_by_no_request_that_comes_later() -> None:
     rig.turn()
     assert len(rig.store.jobs) == 4
     assert rig.admit(first)
-    rig.tiers.load_timeout_s = 1e9
+    rig.tiers.settings.load_timeout_s = 1e9
     assert rig.admit(second)
     assert rig.finish(first) == 4
     assert rig.finish(second) == 0

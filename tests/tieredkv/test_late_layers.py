@@ -17,6 +17,7 @@ from tieredkv.cache.device_link import MIN_SPLIT_BYTES, DeviceLink
 from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.recalls import RequestProgress
 from tieredkv.cache.requests import TieredCache
+from tieredkv.cache.settings import CacheSettings
 from tieredkv.cache.tiers import Tiers
 from tieredkv.engine.kv_digests import KVDigests
 from tieredkv.kernels.copies import BlockCopier
@@ -157,7 +158,7 @@ def test_late_layers_on_a_device_reach_host_memory_only_as_they_are() -> None:
         clock=FakeClock(),
         vram_bytes=num_bytes,
         payload_bytes=num_bytes,
-        restore="load",
+        settings=CacheSettings(restore="load"),
     )
     cache = TieredCache(tiers)
 

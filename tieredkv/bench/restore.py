@@ -161,7 +161,7 @@ def _serve(llm: LLM, prompt: list[int], arm: str, limit: int, disk: raw.RawDisk)
     num_bytes = max(num_bytes, RAW_BYTES[raw.device()])
     raw_GBps = [] if is_in_vram else disk.read_GBps(num_bytes)
     mode: Any = MODES[arm]
-    core.parts.tiers.restore = mode
+    core.parts.tiers.settings.restore = mode
     core.parts.tiers.disk_link.read_rate.limit = limit or math.inf
     times: list[float] = []
     store = core.parts.tiers.store

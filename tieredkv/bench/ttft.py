@@ -45,6 +45,7 @@ from tieredkv.bench.processes import in_new_process
 from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.sources import DiskShare, WorkerReads
 from tieredkv.bench.temporary_keys import make_place, temporary_folder, temporary_keys
+from tieredkv.cache.block import Block
 from tieredkv.engine.llm import LLM
 from tieredkv.engine.loader import FoundModel, find_model
 from tieredkv.engine.sampling_params import SamplingParams
@@ -115,7 +116,7 @@ def measure(
             prompt = make_prompt(llm, length, repeat)
             for arm in arms:
                 demote_all(llm, TIER_OF_ARM[arm])
-                llm.core.parts.tiers.restore = "auto" if arm == "planned" else "load"
+                llm.core.parts.tiers.settings.restore = "auto" if arm == "planned" else "load"
                 sample = serve_once(llm, prompt, digested=True)
                 if arm == "cold" and len(sample.digests) < length // llm.core.kv_spec.block_size:
                     what = f"a prefix of {length} tokens does not stay in VRAM"
@@ -140,18 +141,20 @@ def demote_all(llm: LLM, tier: str | None) -> None:
 
 def serve_once(llm: LLM, prompt: list[int], *, digested: bool = False) -> Sample:
     """Serve a prompt; keep the logits of its output tokens and, if asked, its blocks' digests."""
-    core, logits = llm.core, list[torch.Tensor]()
-    loaded, copied_at = set[BlockHash](), 0.0
+    core, pool, logits = llm.core, llm.core.parts.tiers.device, list[torch.Tensor]()
+    loaded, copied_at, fill = set[BlockHash](), 0.0, pool.fill
 
-    def note_loaded(hashes: Iterable[BlockHash]) -> None:
+    def note_filled(block: Block, *, is_whole: bool = True) -> None:
         nonlocal copied_at
-        copied_at = time.perf_counter()
-        loaded.update(hashes)
+        if block.is_copying and block.block_hash is not None:
+            copied_at = time.perf_counter()
+            loaded.add(block.block_hash)
+        fill(block, is_whole=is_whole)
 
     reads = WorkerReads(core)
     core.on_logits = lambda _id, row: logits.append(row)
     length = len(prompt) - SUFFIX_TOKENS
-    with mock.patch.object(core.parts.tiers, "on_loaded", note_loaded):
+    with mock.patch.object(pool, "fill", note_filled):
         [output] = llm.serve([llm.make_request(prompt, PARAMS, cacheable_tokens=length)])
     predicted_s = output.usage.predicted_s
     prefix = llm.make_request(prompt[:length], PARAMS)

@@ -13,8 +13,8 @@ from tieredkv.cache.step_times import PromptTimes, Step, StepTimes
 from tieredkv.steps import NEW_SHARE
 
 _PRIOR = np.array([2e-3, 2e-5, 1e-10, 1e-8, 2e-3])
-"""Seconds a step, a token, a pair of tokens, a token read and a step with few tokens, before any
-measurement.
+"""The coefficients before any measurement: seconds a step, a token, a pair of tokens, a token read
+and a step with few tokens.
 """
 
 _FEW_STEPS = 32
@@ -27,7 +27,6 @@ tokens.
 
 _HALF_LIFE = 200
 """Steps after which a kind that was not seen again has half of its weight."""
-
 
 _LONG_AGO = -5 * _HALF_LIFE
 """The number of a step of an earlier run, so that it weighs 1/32 and less."""

@@ -77,7 +77,7 @@ class Demoter:
         # NOTE: if the reserve were above half of the host tier, its pages would evict one
         # another forever.
         most = max(1, min(tiers.device.num_blocks // 4, tiers.host.num_blocks // 2))
-        self._device_reserve = min(tiers.device_reserve_blocks, most)
+        self._device_reserve = min(tiers.settings.device_reserve_blocks, most)
         self._write_cap = max(1, tiers.host.num_blocks // 4)
         self._most_late = most_late(tiers.host.num_blocks, tiers.payload_bytes)
         self._computed: OrderedDict[BlockHash, None] = OrderedDict()  # lately; only VRAM has them
@@ -85,7 +85,7 @@ class Demoter:
         self._num_copying = 0
         self.is_draining = False
         self._is_stale = True
-        self._is_circling = False  # copies ahead of need have evicted as many others of the kind
+        self._gains_nothing = False  # the last copies ahead of need evicted as many made before
         self.has_more = False
 
     @property
@@ -105,7 +105,7 @@ class Demoter:
 
     def note_change(self) -> None:
         """Note that there may be more room, or less: the next `pump` checks the reserves."""
-        self._is_stale, self._is_circling = True, False
+        self._is_stale, self._gains_nothing = True, False
 
     def note_computed(self, entries: Iterable[Entry]) -> None:
         """Note blocks that were just computed, so that they may go down before their turn."""
@@ -131,12 +131,12 @@ class Demoter:
             return
         self._is_stale = False
         device, host = self._tiers.device, self._tiers.host
-        if device.num_empty < self._device_reserve and not self._is_circling:
+        if device.num_empty < self._device_reserve and not self._gains_nothing:
             num_ready = device.num_ready
             started = self.demote(self._device_reserve - device.num_empty, at_most)
             # NOTE: in little host memory, such as one tenant's floor, these copies evict those that
             # were made before. Then they end until something else changes.
-            self._is_circling = started > 0 and device.num_ready <= num_ready
+            self._gains_nothing = started > 0 and device.num_ready <= num_ready
             self._keep_going(started, at_most)
         # NOTE: if running requests hold nearly all blocks, a request that ends releases many at
         # once, and the next request needs them at once. Full blocks never change, so blocks in
@@ -303,10 +303,10 @@ class Demoter:
     def _most_owed(self) -> int:
         """How many blocks may wait to be written until an allocation needs their room."""
         tiers = self._tiers
-        if tiers.is_write_behind or self.is_draining:
+        if tiers.settings.is_write_behind or self.is_draining:
             return 0
         rate = self._disk_link.write_rate.steady
-        return int(EARLY_SHARE * tiers.drain_timeout_s * rate / tiers.payload_bytes)
+        return int(EARLY_SHARE * tiers.settings.drain_timeout_s * rate / tiers.payload_bytes)
 
     def _keep_going(self, num_started: int, at_most: int) -> None:
         """Set `has_more` if a step started as many moves as it may."""

@@ -77,7 +77,8 @@ class LinkRate:
             that it holds back is known to be no slower than the limit, and nothing more.
         learnt_at: when the rate was last measured, or found to be no lower than the limit; negative
             infinity before that.
-        memory_bytes: bytes after which it has too, if they take less than `MEMORY_S`.
+        memory_bytes: bytes after which a measurement has lost most of its weight, if they take less
+            than `MEMORY_S`.
     """
 
     bytes_per_s: float

@@ -54,8 +54,9 @@ class LinkLoad(NamedTuple):
         indices: the blocks that it may be given, ascending; they are loaded from the last one on.
         queued: the blocks that it was given and that have not arrived, ascending; they can be
             computed instead.
-        is_bringing: whether it was also given blocks that cannot be computed any more. They count
-            as ready, but the tokens behind them wait for it.
+        is_bringing: whether blocks of `Demand.ready` are still on their way, given to it earlier
+            and too late to be computed. The tokens behind them wait until it has moved all that it
+            was given.
     """
 
     link: int

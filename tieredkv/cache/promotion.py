@@ -121,7 +121,7 @@ class Promoter:
         Returns:
             What is planned for each request; nothing if there is nothing to divide or to predict.
         """
-        if not self.recalls and self._tiers.restore != "auto":
+        if not self.recalls and self._tiers.settings.restore != "auto":
             return []
         self._give_up_late()
         demands = self.recalls.demands(requests)
@@ -146,7 +146,7 @@ class Promoter:
         tiers, planner = self._tiers, self.planner(0.0, time.monotonic())
         num_tokens = len(chain.hashes) * tiers.block_size + 1
         copy_s = len(in_host) * tiers.payload_bytes / planner.links[HOST].bytes_per_s
-        if tiers.restore != "auto" or copy_s <= planner.compute(0, num_tokens):
+        if tiers.settings.restore != "auto" or copy_s <= planner.compute(0, num_tokens):
             return in_host[0]
         demand = Demand(0, num_tokens, [LinkLoad(HOST, in_host)], ready=chain.row.there)
         return planner.split(demand).steady_block
@@ -331,7 +331,6 @@ class Promoter:
         """Mark blocks as ready whose bytes have arrived in VRAM."""
         tiers = self._tiers
         tiers.counters.note_move("host,device", began_at)
-        tiers.on_loaded(block.block_hash for _, block in copies if block.block_hash is not None)
         for page, block in copies:
             tiers.device.fill(block)
             if page.block_hash is None and block.block_hash is not None:

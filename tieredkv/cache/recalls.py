@@ -152,7 +152,7 @@ class Recalls:
             self.order.remove(self._recalls.pop(chain))
         if not end:
             return
-        timeout_s = self._tiers.load_timeout_s if chain.blocks else float("inf")
+        timeout_s = self._tiers.settings.load_timeout_s if chain.blocks else float("inf")
         recall = Recall(chain, end, give_up_at=time.monotonic() + timeout_s)
         self._recalls[chain] = recall
         self.order.append(recall)
@@ -243,7 +243,7 @@ class Recalls:
             if recall is not None:
                 recall.split, recall.host_split = splits[-1].block, splits[-1].steady_block
                 recall.due_at = now + splits[-1].load_s
-                if self._tiers.restore == "load":
+                if self._tiers.settings.restore == "load":
                     recall.split = recall.host_split = recall.first
                     recall.due_at = math.inf
         return splits

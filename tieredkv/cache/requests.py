@@ -400,7 +400,7 @@ class TieredCache:
     @property
     def _plans(self) -> bool:
         """Whether loads are planned, so that it is known when a first token comes."""
-        return self._tiers.restore == "auto"
+        return self._tiers.settings.restore == "auto"
 
     def end_step(self) -> None:
         """Note that the step was issued, before its rows are completed."""

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,9 @@ from tieredkv.cache.disk_link import DiskLink
 from tieredkv.cache.events import BlockEvents
 from tieredkv.cache.pool import BlockPool, Evicted
 from tieredkv.cache.presence import Presence
+from tieredkv.cache.settings import CacheSettings
 from tieredkv.cache.shares import Shares
 from tieredkv.clock import Clock
-from tieredkv.config import Restore
 from tieredkv.errors import IntegrityError
 from tieredkv.tier import BackingTier
 from tieredkv.types import BlockHash, Tier
@@ -57,18 +57,13 @@ class Tiers:
         payload_bytes: bytes of its content below VRAM: in a page, in a copy and on disk.
         block_size: tokens of one block.
         is_cpu: whether the device is the processor, which also moves the blocks.
-        restore: see the setting; `compute` promotes nothing.
-        is_write_behind: write blocks to disk soon after they are computed, not only for room.
-        drain_timeout_s: how long a stop may take to write what is owed to the disk.
-        device_reserve_blocks: how many device blocks to keep clean ahead of need.
-        load_timeout_s: a block that the disk has not loaded within this time is computed.
+        settings: how blocks move.
         compute_rate: of the device.
         shares: what is reserved for tenants.
         pools: the pools of the two RAM tiers.
         events: what appears in the tiers and leaves them, for followers outside.
         prefetched: blocks that were prefetched, and for how many queued requests; evicted last.
         presence: which blocks the disk has, as it has told.
-        on_loaded: called with the hashes of blocks that were copied to VRAM.
         num_promoting: blocks that are being copied to VRAM, or are next; their pages are duplicates
             soon.
     """
@@ -83,11 +78,7 @@ class Tiers:
     payload_bytes: int
     block_size: int = 1
     is_cpu: bool = False
-    restore: Restore = "auto"
-    is_write_behind: bool = False
-    drain_timeout_s: float = 30.0
-    device_reserve_blocks: int = 64
-    load_timeout_s: float = 30.0
+    settings: CacheSettings = field(default_factory=CacheSettings)
     counters: CacheCounters = field(default_factory=CacheCounters)
     compute_rate: ComputeRate = field(default_factory=lambda: ComputeRate(8192))
     shares: Shares = field(init=False)
@@ -97,7 +88,6 @@ class Tiers:
     prefetched: Counter[BlockHash] = field(default_factory=Counter)
     num_promoting: int = 0
     presence: Presence = field(default_factory=Presence)
-    on_loaded: Callable[[Iterable[BlockHash]], object] = lambda hashes: None
 
     def __post_init__(self) -> None:
         self.disk_link = DiskLink(self.store, self.payload_bytes, self.counters)
@@ -115,7 +105,7 @@ class Tiers:
     @property
     def can_load(self) -> bool:
         """Whether blocks are promoted."""
-        return self.restore != "compute"
+        return self.settings.restore != "compute"
 
     def is_in_ram(self, block_hash: BlockHash) -> bool:
         """Return whether VRAM or host memory has a copy of the block, or one is on its way to VRAM.
@@ -238,13 +228,29 @@ class Tiers:
 
     # What leaves
 
-    def allocate(self, tier: Tier, count: int, **options: Any) -> list[Block] | None:
+    def allocate(
+        self,
+        tier: Tier,
+        count: int,
+        *,
+        tenant: bytes | None = None,
+        takes_kept: bool = False,
+        is_partial: bool = False,
+        only_empty: bool = False,
+    ) -> list[Block] | None:
         """Allocate blocks of VRAM or host memory; see `BlockPool.allocate`."""
-        taken = self.pools[tier].allocate(count, **options)
+        pool = self.pools[tier]
+        taken = pool.allocate(
+            count,
+            tenant=tenant,
+            takes_kept=takes_kept,
+            is_partial=is_partial,
+            only_empty=only_empty,
+        )
         self._note_evicted(tier, taken.evicted)
-        if taken.blocks is None and count <= self.pools[tier].num_free - taken.num_kept:
-            num_blocks = self.pools[tier].num_blocks  # too few are clean: the turn of all has come
-            self.look_ahead(tier, num_blocks, num_blocks)
+        if taken.blocks is None and count <= pool.num_free - taken.num_kept:
+            # Too few are clean: the turn of all has come.
+            self.look_ahead(tier, pool.num_blocks, pool.num_blocks)
         return taken.blocks
 
     def look_ahead(self, tier: Tier, num_ahead: int, most_looks: int) -> None:
