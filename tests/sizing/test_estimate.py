@@ -92,7 +92,7 @@ def test_requests_wait_for_those_before_them() -> None:
 
 
 def test_times_are_told_by_the_slowest_tier_that_a_request_uses() -> None:
-    one = estimate(read_bytes_per_s=1e8)
+    one = estimate(read_bytes_per_s=1e7)
     one.add([*8 * [Tier.DEVICE], *8 * [Tier.HOST], None], 17 * 512, 0.0)
     one.add(9 * [None], 9 * 512, 1000.0)
     one.add([*64 * [Tier.DISK], None], 65 * 512, 2000.0)  # computed sooner
