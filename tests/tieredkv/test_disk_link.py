@@ -23,7 +23,7 @@ from tieredkv.cache.disk_link import (
 )
 from tieredkv.cache.pool import BlockPool
 from tieredkv.errors import IntegrityError
-from tieredkv.tier import BlockLife, Lent, LookupDone, Restarted
+from tieredkv.tier import BlockLife, Lent, Restarted
 from tieredkv.types import BlockHash, BlockRecord
 
 
@@ -121,15 +121,25 @@ def test_a_cancelled_read_is_not_waited_for_and_its_page_stays_on_loan() -> None
     assert isinstance(read, Read) and read.block_hash == block_hash
 
 
-def test_what_else_the_store_tells_comes_in_the_same_order() -> None:
-    rig = Rig()
+def test_what_the_store_tells_comes_in_the_same_order() -> None:
+    rig, told = Rig(), list[object]()
     rig.read(0)
     rig.link.send()
-    rig.store.lookup([])
+    [first], [unknown] = chain_of("a", 1), chain_of("unknown", 1)
+    found = {first: rig.store.found(rig.store.blocks[first][0])}
+    rig.link.look_up([first, unknown], told.append)
     rig.store.answer(0)
     rig.store.complete(0)
     rig.store.restart_empty()
-    assert [type(told) for told in rig.link.poll()] == [LookupDone, Read, Restarted]
+    for event in rig.link.poll():
+        told.append(type(event))
+    assert told == [found, Read, Restarted]
+
+
+def test_without_a_disk_nothing_is_found_at_once() -> None:
+    told = list[object]()
+    DiskLink(None, BLOCK_BYTES, CacheCounters()).look_up(chain_of("a", 1), told.append)
+    assert told == [{}]
 
 
 @pytest.mark.parametrize(

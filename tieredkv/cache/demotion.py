@@ -219,7 +219,7 @@ class Demoter:
             until = catalog.disk_deadline(entry, now) or 0.0
             noted = record.pinned_until, record.hits
             if until > record.expires_at or (entry.pinned_until, entry.hits) != noted:
-                tiers.store.touch(catalog.touch_items([entry], now))  # used meanwhile
+                self._disk_link.touch(catalog.touch_items([entry], now))  # used meanwhile
         tiers.recheck([entry.block_hash])
         tiers.host.unpin(write.page)
 

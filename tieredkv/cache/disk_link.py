@@ -1,4 +1,4 @@
-"""The link between host memory and disk: reads of blocks into pages, and writes of pages.
+"""The link between host memory and disk: reads into pages, writes of pages, and questions.
 
 This module knows what the store's worker was given, since when, and how fast the disk is. It does
 not know why a block moves. `poll` returns a read or a write once the worker is done with its page,
@@ -8,7 +8,7 @@ Only the engine's thread may call it.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tieredkv.cache.block import Block
@@ -30,6 +30,7 @@ from tieredkv.tier import (
     Restarted,
     Stored,
     Times,
+    TouchItem,
 )
 from tieredkv.types import BlockHash, BlockRecord
 
@@ -108,7 +109,10 @@ class Write:
     reason: str = ""
 
 
-Told = Read | Write | LookupDone | ProbeDone | Held | Gone | Restarted | ControlRequest
+TakeFound = Callable[[Mapping[bytes, bytes]], object]
+"""Takes what the disk has found: what it knows of each block by hash."""
+
+Told = Read | Write | ProbeDone | Held | Gone | Restarted | ControlRequest
 """A read or a write that has ended, or something else that the store has told."""
 
 
@@ -148,6 +152,7 @@ class DiskLink:
         self._on_loan: dict[int, bytes] = {}  # by page: the hash of the block
         self._to_load: list[Lent] = []
         self._to_store: list[Lent] = []
+        self._questions: dict[int, TakeFound] = {}  # by job
 
     # What is under way
 
@@ -253,10 +258,25 @@ class DiskLink:
         if (read := self._reads.get(block_hash)) is not None:
             read.is_cancelled = True
 
+    def look_up(self, hashes: Sequence[bytes], then: TakeFound) -> None:
+        """Have `poll` call `then` with the records of the blocks that the disk has.
+
+        Without any block, or without a disk, `then` is called at once.
+        """
+        if self._store is None or not hashes:
+            then({})
+        else:
+            self._questions[self._store.lookup(hashes)] = then
+
+    def touch(self, items: Sequence[TouchItem]) -> None:
+        """Tell the disk that blocks were used."""
+        if items and self._store is not None:
+            self._store.touch(items)
+
     def poll(self) -> Iterator[Told]:
         """Yield what the store has told since the last call, the oldest first.
 
-        The loan of a page ends when its read or write is yielded.
+        The loan of a page ends when its read or write is yielded. Answers go to those who asked.
         """
         counters, size = self._counters, self._payload_bytes
         for event in self._store.poll() if self._store is not None else ():
@@ -276,6 +296,9 @@ class DiskLink:
                     is_written = not event.reason and event.ended_at > 0
                     self.write_rate.end(size, event.ended_at, teaches=is_written)
                 yield write
+            elif isinstance(event, LookupDone):
+                if (then := self._questions.pop(event.job, None)) is not None:
+                    then(event.found)
             else:
                 yield event
 

@@ -1,39 +1,50 @@
-"""Asks the disk for what it has not told: which blocks of a chain it has.
+"""Asks the disk for what it has not told: which blocks of a chain it has, and how old copies are.
 
 Which blocks the disk has stands in `Tiers.presence`. Until that is whole, as after a start or where
 a disk never tells, the disk is asked for the blocks of a chain that neither RAM nor the table has.
-The answer is an event, so that the request is admitted a moment after it came. A disk that does not
-answer costs one timeout: until it answers, it is not asked again.
+The request is admitted with the answer, a moment after it came. A disk that does not answer costs
+one timeout: until it answers, it is not asked again.
+
+A block that was computed though the disk has it is not written again, and it is as old as its copy:
+else the copy might be kept for longer than it may. The table tells no ages, so the disk is asked,
+and nobody waits for the answer. Until it comes, no use of the block is told to the disk.
 
 Called by the engine's thread only.
 """
 
 import math
 import time
-from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
+from tieredkv.cache.catalog import Entry
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.tiers import Tiers
-from tieredkv.tier import LookupDone
 from tieredkv.types import BlockHash
 
 LOOKUP_TIMEOUT_S = 1.0
 """Without an answer for so long, the disk counts as having nothing of the chain."""
 
 
-class _Question(NamedTuple):
-    job: int
+@dataclass(slots=True, eq=False)
+class _Question:
+    chain: Chain
     asked_at: float
+    is_overdue: bool = False
 
 
 class Lookups:
-    """The lookups of all queued requests, from the question to the answer."""
+    """The lookups of all queued requests, from the question to the answer.
 
-    def __init__(self, tiers: Tiers) -> None:
-        self._tiers = tiers
-        self._open: dict[int, Chain | None] = {}  # by job; None if the answer is overdue
-        self._questions: dict[Chain, _Question] = {}
+    Args:
+        tiers: the tiers.
+        use: called with each chain that was answered in time, and the blocks that the disk has.
+    """
+
+    def __init__(self, tiers: Tiers, use: Callable[[Chain, list[BlockHash]], object]) -> None:
+        self._tiers, self._use = tiers, use
+        self._questions: dict[Chain, _Question] = {}  # that are waited for
         self._asked: dict[Chain, set[BlockHash]] = {}  # so far
         self._answers: dict[Chain, dict[int, int]] = {}  # by index: until when the disk has it
         self._num_overdue = 0
@@ -44,16 +55,16 @@ class Lookups:
 
     def ask(self, chain: Chain, hashes: Collection[BlockHash]) -> None:
         """Ask for those of some blocks of a chain that were not asked for yet, if need be."""
-        store = self._tiers.store
-        if store is None or self._tiers.presence.is_whole or not hashes:
+        tiers = self._tiers
+        if tiers.store is None or tiers.presence.is_whole or not hashes:
             return
         if self._num_overdue or chain in self._questions:
             return
         asked = self._asked.setdefault(chain, set())
         if unknown := [block_hash for block_hash in hashes if block_hash not in asked]:
             asked.update(unknown)
-            question = self._questions[chain] = _Question(store.lookup(unknown), time.monotonic())
-            self._open[question.job] = chain
+            question = self._questions[chain] = _Question(chain, time.monotonic())
+            tiers.disk_link.look_up(unknown, partial(self._take, question))
 
     def is_settled(self, chain: Chain) -> bool:
         """Return whether a chain's lookup has ended or took too long, or there was none."""
@@ -62,26 +73,25 @@ class Lookups:
         if time.monotonic() < question.asked_at + LOOKUP_TIMEOUT_S:
             return False
         del self._questions[chain]
-        self._open[question.job] = None
+        question.is_overdue = True
         self._num_overdue += 1
         self._tiers.counters.load_failures["lookup_timeout"] += 1
         return True
 
-    def take(self, event: LookupDone) -> Chain | None:
-        """Note an answer; return the chain that it is about, unless it comes too late."""
-        if event.job not in self._open:
-            return None
-        chain = self._open.pop(event.job)
-        if chain is None:
+    def _take(self, question: _Question, found: Mapping[bytes, bytes]) -> None:
+        """Note an answer, and have it used, unless it comes too late."""
+        chain = question.chain
+        if question.is_overdue:
             self._num_overdue -= 1
-            return None
+        if self._questions.get(chain) is not question:
+            return
         del self._questions[chain]
         times_of = self._tiers.disk_link.times_of
-        for index, block_hash in enumerate(chain.hashes) if event.found else ():
-            if (found := event.found.get(block_hash)) is not None:
-                until = chain.disk_until[index] = math.ceil(times_of(found).expires_at)
+        for index, block_hash in enumerate(chain.hashes) if found else ():
+            if (data := found.get(block_hash)) is not None:
+                until = chain.disk_until[index] = math.ceil(times_of(data).expires_at)
                 self._answers.setdefault(chain, {})[index] = until
-        return chain
+        self._use(chain, [*map(BlockHash, found)])
 
     def note_gone(self, hashes: Collection[bytes]) -> None:
         """Note that blocks have left the disk, which answers may have told of."""
@@ -98,5 +108,39 @@ class Lookups:
         """Note that nobody waits for a chain's answer any more."""
         self._asked.pop(chain, None)
         self._answers.pop(chain, None)
-        if (question := self._questions.pop(chain, None)) is not None:
-            self._open.pop(question.job, None)
+        self._questions.pop(chain, None)
+
+
+class Lives:
+    """The blocks whose copies on disk are of an age that is not known yet."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._awaited: set[BlockHash] = set()
+
+    def is_awaited(self, entry: Entry) -> bool:
+        """Return whether the age of a block's copy is not known yet."""
+        return entry.block_hash in self._awaited
+
+    def ask(self, entries: Sequence[Entry]) -> None:
+        """Ask for the lives of blocks that were computed and count as being on disk."""
+        if entries:
+            hashes = [entry.block_hash for entry in entries]
+            self._awaited.update(hashes)
+            self._tiers.disk_link.look_up(hashes, partial(self._take, hashes))
+
+    def _take(self, hashes: Sequence[BlockHash], found: Mapping[bytes, bytes]) -> None:
+        """Have blocks be as old as their copies."""
+        tiers, catalog = self._tiers, self._tiers.catalog
+        on_disk = list[Entry]()
+        self._awaited.difference_update(hashes)
+        for entry in filter(None, map(catalog.get, hashes)):
+            if (data := found.get(entry.block_hash)) is None:
+                tiers.note_not_on_disk(entry)
+                continue
+            known = tiers.disk_link.times_of(data)
+            entry.computed_at = min(entry.computed_at, known.computed_at)
+            entry.disk_expires_at = known.expires_at
+            on_disk.append(entry)
+        catalog.add_all(on_disk)
+        tiers.disk_link.touch(catalog.touch_items(on_disk, tiers.clock.now()))

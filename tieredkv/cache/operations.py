@@ -11,6 +11,7 @@ from tieredkv.cache.block_lists import list_blocks
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.departures import Departures
+from tieredkv.cache.disk_link import TakeFound
 from tieredkv.cache.evictions import Evictions
 from tieredkv.cache.inspections import inspected
 from tieredkv.cache.promotion import Promoter
@@ -18,7 +19,7 @@ from tieredkv.cache.prompt_report import PromptReport
 from tieredkv.cache.stats import cache_stats
 from tieredkv.cache.tiers import Tiers
 from tieredkv.pieces import SCANNED_BLOCKS, Pieces, cut
-from tieredkv.tier import HASHES, BlockNames, ControlRequest, LookupDone, TierState
+from tieredkv.tier import HASHES, BlockNames, ControlRequest, TierState
 from tieredkv.types import BlockHash, Tier
 
 
@@ -62,7 +63,6 @@ class Operations:
         self._tiers, self._promoter, self._departures = tiers, promoter, departures
         self._evictions = Evictions(tiers, promoter, demoter)
         self._asked = list[ControlRequest]()
-        self._awaited: dict[int, Callable[[Mapping[bytes, bytes]], object]] = {}
 
     def set_shares(self, shares: Mapping[bytes, float]) -> None:
         """Set the part of every tier that each tenant keeps, by the operator's wish."""
@@ -156,19 +156,9 @@ class Operations:
             yield
         return roots
 
-    def look_up(
-        self, hashes: Sequence[BlockHash], then: Callable[[Mapping[bytes, bytes]], object]
-    ) -> None:
-        """Call `then` with the records of the blocks that the disk has, once it has answered."""
-        if self._tiers.store is None or not hashes:
-            then({})
-        else:
-            self._awaited[self._tiers.store.lookup(hashes)] = then
-
-    def note_found(self, event: LookupDone) -> None:
-        """Note an answer of the disk that no request waits for."""
-        if (then := self._awaited.pop(event.job, None)) is not None:
-            then(event.found)
+    def look_up(self, hashes: Sequence[BlockHash], then: TakeFound) -> None:
+        """Call `then` with what the disk has of these blocks, once it has answered."""
+        self._tiers.disk_link.look_up(hashes, then)
 
     def inspect(
         self,

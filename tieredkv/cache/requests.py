@@ -31,8 +31,7 @@ from tieredkv.cache.draining import Drainer
 from tieredkv.cache.expiry import Expiry
 from tieredkv.cache.forecasts import Forecasts, Outcome
 from tieredkv.cache.hits import Hits
-from tieredkv.cache.lives import Lives
-from tieredkv.cache.lookups import Lookups
+from tieredkv.cache.lookups import Lives, Lookups
 from tieredkv.cache.operations import Operations
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.recalls import RequestProgress
@@ -41,7 +40,7 @@ from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers
 from tieredkv.cache.touches import Touches
 from tieredkv.errors import IntegrityError
-from tieredkv.tier import OPERATOR, ControlRequest, Gone, Held, LookupDone, Restarted
+from tieredkv.tier import OPERATOR, ControlRequest, Gone, Held, Restarted
 from tieredkv.types import BlockHash, Progress, Tier, ignore_progress
 
 __all__ = ["Admission", "Drained", "RequestProgress", "TieredCache"]
@@ -110,13 +109,12 @@ class TieredCache:
         self._lives = Lives(tiers)
         self._touches = Touches(tiers, self._demoter, self._lives)
         self._drainer = Drainer(tiers, self._demoter, self.poll)
-        self._lookups = Lookups(tiers)
+        self._lookups = Lookups(tiers, self._use)
         self._hits = Hits(tiers, self._recalls, self._lookups)
         self._expiry = Expiry(tiers)
         self._room = Room(tiers, self._promoter, self._demoter, self._hits.readable, self.poll)
         self.operations = Operations(tiers, self._promoter, self._demoter, self._departures)
         self._handlers: dict[type, Callable[[Any], object]] = {
-            LookupDone: self._on_lookup_done,
             Read: self._promoter.on_read,
             Write: self._demoter.on_written,
             Held: tiers.presence.take,
@@ -564,12 +562,6 @@ class TieredCache:
         tiers.check()
 
     # Inside
-
-    def _on_lookup_done(self, event: LookupDone) -> None:
-        if (chain := self._lookups.take(event)) is not None:
-            self._use(chain, [*map(BlockHash, event.found)])
-        elif not self._lives.take(event):
-            self.operations.note_found(event)
 
     def _on_gone(self, gone: Gone) -> None:
         self._tiers.presence.discard(gone.hashes)

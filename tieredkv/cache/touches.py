@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.demotion import Demoter
-from tieredkv.cache.lives import Lives
+from tieredkv.cache.lookups import Lives
 from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers
 from tieredkv.tier import TouchItem
@@ -50,9 +50,9 @@ class Touches:
 
         To the disk these blocks may be the ones used the longest ago, which are evicted next.
         """
-        if self._tiers.store is not None:
-            now = self._tiers.clock.now()
-            self._tiers.store.touch([TouchItem(block_hash, now, hits=0) for block_hash in hashes])
+        now = self._tiers.clock.now()
+        items = [TouchItem(block_hash, now, hits=0) for block_hash in hashes]
+        self._tiers.disk_link.touch(items)
 
     def finish(self, chain: Chain) -> None:
         """Refresh what is left of a chain that is about to be released."""
@@ -72,7 +72,5 @@ class Touches:
                     entries.append(entry)
             tiers.recheck(tiers.catalog.claim(entries, claim.retentions, now, claim.pinned_until))
             on_disk = [it for it in entries if it.is_on_disk and not self._lives.is_awaited(it)]
-            items = tiers.catalog.touch_items(on_disk, now)
-            if items and tiers.store is not None:
-                tiers.store.touch(items)
+            tiers.disk_link.touch(tiers.catalog.touch_items(on_disk, now))
             self._demoter.note_computed(entry for entry in entries if not entry.is_on_disk)
