@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from tests.fake_store import Rig, chain_of, root_of
-from tieredkv.cache import block_lists, catalog, inspections, operations
+from tieredkv.cache import block_lists, catalog, operations
 from tieredkv.config import Settings
 from tieredkv.engine import chains, slices, verbs
 from tieredkv.engine.chains import Chains
@@ -37,7 +37,7 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have one piece of few blocks be done at once."""
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     monkeypatch.setattr(block_lists, "PART_BLOCKS", AT_MOST)
-    for module in (catalog, chains, inspections):
+    for module in (catalog, chains, operations):
         monkeypatch.setattr(module, "PIECE_BLOCKS", AT_MOST)
     for module in (chains, operations, verbs):
         monkeypatch.setattr(module, "SCANNED_BLOCKS", AT_MOST)

@@ -10,9 +10,7 @@ from typing import NamedTuple
 
 from tieredkv.cache.block import Block
 from tieredkv.cache.demotion import Demoter
-from tieredkv.cache.evictions import IsWanted
 from tieredkv.cache.tiers import Tiers
-from tieredkv.pieces import Pieces
 from tieredkv.types import BlockHash, Tier
 
 MAX_LOOKS = 256
@@ -43,25 +41,6 @@ class Departures:
 
     def __len__(self) -> int:
         return len(self._waiting)
-
-    def send_all(
-        self, is_wanted: IsWanted, to: Tier, *, is_dry: bool = False
-    ) -> Pieces[tuple[int, int]]:
-        """Begin to move all blocks that are wanted; see `Operations.send_down`."""
-        catalog, device, now = self._tiers.catalog, self._tiers.device, self._tiers.clock.now()
-        num_going = num_refused = 0
-        for some in catalog.sweep():
-            entries = [*filter(is_wanted, some)]
-            if to is Tier.HOST:
-                going = [it for it in entries if device.lookup(it.block_hash)]
-            else:
-                going = [it for it in entries if it.is_on_disk or catalog.disk_deadline(it, now)]
-                num_refused += len(entries) - len(going)
-            num_going += len(going)
-            if not is_dry:
-                self.send([entry.block_hash for entry in going], to)
-            yield
-        return num_going, num_refused
 
     def send(self, hashes: Iterable[BlockHash], to: Tier) -> None:
         """Begin to move blocks to HOST or DISK; a later call says better where a block goes."""

@@ -4,6 +4,8 @@ Long answers are made in pieces, between which other work goes on. Called by the
 only.
 """
 
+import time
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -12,13 +14,12 @@ from tieredkv.cache.chain import Chain
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.departures import Departures
 from tieredkv.cache.disk_link import TakeFound
-from tieredkv.cache.evictions import Evictions
-from tieredkv.cache.inspections import inspected
+from tieredkv.cache.plan import Planner
 from tieredkv.cache.promotion import Promoter
-from tieredkv.cache.prompt_report import PromptReport
+from tieredkv.cache.prompt_report import PromptReport, Source, report
 from tieredkv.cache.stats import cache_stats
 from tieredkv.cache.tiers import Tiers
-from tieredkv.pieces import SCANNED_BLOCKS, Pieces, cut
+from tieredkv.pieces import PIECE_BLOCKS, SCANNED_BLOCKS, Pieces, cut
 from tieredkv.tier import HASHES, BlockNames, ControlRequest, TierState
 from tieredkv.types import BlockHash, Tier
 
@@ -52,16 +53,16 @@ class Operations:
 
     Args:
         tiers: the tiers.
-        promoter: reads blocks from disk.
-        demoter: copies and writes blocks.
+        promoter: knows what a load would take.
+        demoter: is told when there is more room.
         departures: moves chosen blocks down.
     """
 
     def __init__(
         self, tiers: Tiers, promoter: Promoter, demoter: Demoter, departures: Departures
     ) -> None:
-        self._tiers, self._promoter, self._departures = tiers, promoter, departures
-        self._evictions = Evictions(tiers, promoter, demoter)
+        self._tiers, self._promoter = tiers, promoter
+        self._demoter, self._departures = demoter, departures
         self._asked = list[ControlRequest]()
 
     def set_shares(self, shares: Mapping[bytes, float]) -> None:
@@ -73,14 +74,40 @@ class Operations:
     ) -> Pieces[Freed]:
         """Make copies unreachable in VRAM and host memory; return how many, and their bytes.
 
+        Without `only`, a wanted block that is being read from disk does not become ready, and one
+        that is being written to disk is deleted there after the write. A block that is computed
+        meanwhile may be spared.
+
         Args:
             is_wanted: which blocks to evict.
             only: tiers whose copies are evicted; None for both.
             is_dry: whether copies are only counted.
         """
-        of = self._evictions.count if is_dry else self._evictions.evict
-        copies, size = (yield from of(is_wanted, only)), self._tiers.bytes_in
+        tiers, copies = self._tiers, Counter[Tier]()
+        of = self._copies if is_dry else self._drop
+        for entries in tiers.catalog.sweep():
+            for entry in filter(is_wanted, entries):
+                copies.update(of(entry.block_hash, only))
+            if not is_dry:
+                self._demoter.note_change()
+            yield
+        if only is None and not is_dry:
+            for read in tiers.disk_link.reads:
+                if read.page.block_hash and is_wanted(read):
+                    tiers.host.drop(read.block_hash)
+        size = tiers.bytes_in
         return Freed(copies.total(), sum(count * size[tier] for tier, count in copies.items()))
+
+    def _copies(self, block_hash: BlockHash, only: Collection[Tier] | None) -> list[Tier]:
+        """Return which tiers, or which of some, have a copy."""
+        pools = self._tiers.pools
+        return [it for it in (pools if only is None else only) if pools[it].lookup(block_hash)]
+
+    def _drop(self, block_hash: BlockHash, only: Collection[Tier] | None) -> list[Tier]:
+        """Drop a block, or its copies in some tiers; return which tiers had it."""
+        if only is None:
+            return self._tiers.drop(block_hash, "admin")
+        return [it for it in only if self._tiers.drop_copy(it, block_hash, "admin")]
 
     def send_down(
         self, is_wanted: ChooseBlock, to: Tier, *, is_dry: bool = False
@@ -95,7 +122,20 @@ class Operations:
         Returns:
             How many are moved, and how many are not, as no claim on them allows the disk.
         """
-        return self._departures.send_all(is_wanted, to, is_dry=is_dry)
+        catalog, device, now = self._tiers.catalog, self._tiers.device, self.now()
+        num_going = num_refused = 0
+        for some in catalog.sweep():
+            entries = [*filter(is_wanted, some)]
+            if to is Tier.HOST:
+                going = [it for it in entries if device.lookup(it.block_hash)]
+            else:
+                going = [it for it in entries if it.is_on_disk or catalog.disk_deadline(it, now)]
+                num_refused += len(entries) - len(going)
+            num_going += len(going)
+            if not is_dry:
+                self._departures.send([entry.block_hash for entry in going], to)
+            yield
+        return num_going, num_refused
 
     def now(self) -> float:
         """Return the time by which blocks expire."""
@@ -175,7 +215,45 @@ class Operations:
             others: what its first block is called below other roots, and how these differ.
             on_disk: the blocks of both that the disk has.
         """
-        return inspected(self._tiers, self._promoter, chain, num_tokens, others, on_disk)
+        tiers, hashes, now = self._tiers, chain.hashes, self.now()
+
+        def source(block_hash: BlockHash) -> Source:
+            entry = tiers.catalog.get(block_hash)
+            if entry is not None and not tiers.catalog.is_expired(entry, now):
+                for tier, pool in tiers.pools.items():
+                    if (copy := pool.lookup(block_hash)) is not None and copy.is_ready:
+                        return tier
+            return Tier.DISK if block_hash in on_disk else None
+
+        def usable(block_hash: BlockHash) -> Source:
+            found = source(block_hash)
+            return found if tiers.can_load or found is Tier.DEVICE else None
+
+        def why_missed(index: int) -> Pieces[str]:
+            if source(hashes[index]):
+                return "loads_off"
+            reason = tiers.catalog.departed.why(hashes[index], now)
+            if not index and reason == "never_seen":
+                for some in cut(others.items(), PIECE_BLOCKS):
+                    for block_hash, kind in some:
+                        if source(block_hash):
+                            return kind
+                    yield
+            return reason
+
+        sources = list[Source]()
+        for some in cut(hashes, PIECE_BLOCKS):
+            sources += map(usable, some)
+            yield
+
+        def planner() -> Planner:
+            return self._promoter.planner(0.0, time.monotonic())
+
+        return (
+            yield from report(
+                num_tokens, tiers.block_size, sources, why_missed, planner, chain.read_ends
+            )
+        )
 
     def vram_blocks(self, hashes: Sequence[BlockHash]) -> dict[BlockHash, int]:
         """Return the ids of the blocks that lie in VRAM with all their layers."""

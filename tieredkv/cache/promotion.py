@@ -16,14 +16,13 @@ Called by the engine's thread only.
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, cast
 
 import msgspec
 
 from tieredkv.cache import plan_log
 from tieredkv.cache.block import Block, Content
-from tieredkv.cache.catalog import Entry
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.disk_link import Read
 from tieredkv.cache.link_rate import Probes
@@ -338,12 +337,6 @@ class Promoter:
         tiers.num_promoting -= len(copies)
         tiers.device.release(block for _, block in reversed(copies))
         tiers.release_pages(page for page, _ in reversed(copies))
-
-    def evict(self, is_wanted: Callable[[Entry | Read], bool]) -> None:
-        """Drop the pages of blocks that are being read and that the filter wants evicted."""
-        for read in self._disk_link.reads:
-            if read.page.block_hash and is_wanted(read):
-                self._tiers.host.drop(read.block_hash)
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
