@@ -206,7 +206,7 @@ def test_what_is_owed_to_the_disk_is_known_however_it_changes() -> None:
     assert rig.tiers.counters.store_failures["io_error"] > 0
     assert rig.tiers.owed_bytes == 6 * BLOCK_BYTES, "a stop tries them again"
     rig.store.reason = ""
-    assert rig.cache._drainer.drain(deadline=deadline()) == 0
+    assert rig.cache.drain(30.0).num_late == 0
     assert rig.tiers.owed_bytes == 0
     rig.store.restart_empty()
     rig.turn()
@@ -524,7 +524,7 @@ def test_a_failed_write_is_tried_again_at_the_end() -> None:
     rig.cache._demoter.write(16)
     rig.turn(3)
     rig.store.reason = ""
-    assert rig.cache._drainer.drain(deadline=deadline()) == 0
+    assert rig.cache.drain(30.0).num_late == 0
     assert rig.on_disk("a", 2) == [0, 1]
 
 
@@ -537,7 +537,7 @@ def test_a_drain_writes_newest_chains_first_and_their_heads_first() -> None:
         rig.run(name, 3)
         rig.clock.moment += 1
     rig.run("ram", 2, "in_memory")
-    assert rig.cache._drainer.drain(deadline=deadline()) == 0
+    assert rig.cache.drain(30.0).num_late == 0
     assert rig.store.stored == chain_of("new", 3) + chain_of("old", 3)
 
 
@@ -554,7 +554,7 @@ def test_a_drain_writes_the_head_of_a_chain_before_what_was_generated_behind_it(
     rig.write(prefix.blocks[2], sealed)
     rig.cache.seal(prefix, sealed)
     rig.cache.release(prefix)
-    assert rig.cache._drainer.drain(deadline=deadline()) == 0
+    assert rig.cache.drain(30.0).num_late == 0
     assert rig.store.stored == [*chain_of("a", 3), *chain_of("between", 1)]
 
 
@@ -572,7 +572,7 @@ def test_a_drain_through_an_arena_full_of_older_blocks_writes_everything() -> No
     rig.compute(prefix)
     rig.cache.release(prefix)
     assert not rig.store.jobs
-    assert rig.cache._drainer.drain(deadline=deadline()) == 0
+    assert rig.cache.drain(30.0).num_late == 0
     assert rig.on_disk("old", 4) == [0, 1, 2, 3]
     assert rig.on_disk("new", 8) == list(range(8))
 
@@ -581,7 +581,7 @@ def test_a_drain_stops_at_its_deadline_and_counts_what_is_left() -> None:
     rig = Rig()
     rig.run("a", 3)
     rig.store.is_held = True
-    assert rig.cache._drainer.drain(deadline=time.monotonic() + 0.05) == 3
+    assert rig.cache.drain(0.05).num_late == 3
     rig.check_nothing_is_held()
 
 

@@ -267,7 +267,7 @@ def test_a_block_that_the_disk_turns_out_to_have_lost_is_written_again(
     rig.turn()
     rig.store.is_held = False
     rig.finish(prefix)
-    assert rig.cache._drainer.drain(deadline=deadline()) == 0
+    assert rig.cache.drain(30.0).num_late == 0
     assert rig.on_disk("a", 2) == [0, 1]
     rig.check_nothing_is_held()
 

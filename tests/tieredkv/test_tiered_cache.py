@@ -718,7 +718,7 @@ def test_in_memory_blocks_are_never_offered_to_the_store() -> None:
         rig.turn(3)
     assert rig.cache.flush(Tier.DISK, deadline=deadline())
     rig.run("b", 4, "in_memory")
-    rig.cache._drainer.drain(deadline=deadline())
+    rig.cache.drain(30.0)
     assert rig.store.stored == []
 
 
@@ -727,7 +727,7 @@ def test_a_later_24h_claim_makes_a_block_eligible_and_its_age_counts_from_its_co
     rig.run("a", 2, "in_memory")
     rig.clock.moment += 500.0
     rig.run("a", 2, "24h")
-    assert rig.cache._drainer.drain(deadline=deadline()) == 0
+    assert rig.cache.drain(30.0).num_late == 0
     records = [record for record, _ in rig.store.blocks.values()]
     assert [record.expires_at for record in records] == [rig.clock.moment - 500.0 + DAY_S] * 2
     assert [record.retention for record in records] == ["24h"] * 2
@@ -834,11 +834,11 @@ def test_a_block_whose_last_copy_went_while_it_waited_to_be_computed_is_forgotte
 def test_blocks_that_a_new_worker_may_have_lost_are_written_again() -> None:
     rig = Rig()
     rig.run("a", 4)
-    assert rig.cache._drainer.drain(deadline=deadline()) == 0
+    assert rig.cache.drain(30.0).num_late == 0
     assert sorted(rig.store.blocks) == sorted(chain_of("a", 4))
     rig.store.restart_empty()
     rig.cache.poll()
-    assert rig.cache._drainer.drain(deadline=deadline()) == 0
+    assert rig.cache.drain(30.0).num_late == 0
     assert sorted(rig.store.blocks) == sorted(chain_of("a", 4))
     rig.check_nothing_is_held()
 

@@ -6,13 +6,28 @@ Called by the engine's thread only.
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.tiers import Tiers
-from tieredkv.types import Progress, Tier, ignore_progress
+from tieredkv.types import Progress, Tier
 
 POLL_S = 0.0005
+
+
+class Drained(NamedTuple):
+    """What a drain has left in memory of what the disk should keep.
+
+    Attributes:
+        num_late: blocks that there was no time for.
+        num_refused: blocks that the store refused.
+        why: why it did.
+    """
+
+    num_late: int
+    num_refused: int
+    why: str
 
 
 class Drainer:
@@ -57,23 +72,22 @@ class Drainer:
         return True
 
     def drain(
-        self,
-        *,
-        deadline: float,
-        progress: Progress = ignore_progress,
-        meanwhile: Callable[[], object] = lambda: None,
-    ) -> int:
+        self, timeout_s: float, *, progress: Progress, meanwhile: Callable[[], object]
+    ) -> Drained:
         """Write all blocks that are owed to the disk: the newest chains first, each from its head.
 
+        Then wait for the copies under way.
+
         Args:
-            deadline: monotonic time at which to stop.
+            timeout_s: for how long to write at most.
             progress: told how many blocks are written or given up.
             meanwhile: called again and again, and may drop blocks.
 
         Returns:
-            How many blocks were not written; blocks that were dropped meanwhile do not count.
+            What is lost, which the counters have noted; not blocks that were dropped meanwhile.
         """
         tiers, demoter, owed = self._tiers, self._demoter, self._tiers.catalog.owed
+        deadline = time.monotonic() + timeout_s
         tiers.recheck(tiers.catalog.try_again())
         entries = self._owed()
         for entry in reversed(entries):
@@ -87,9 +101,21 @@ class Drainer:
             time.sleep(POLL_S)
         demoter.is_draining = False
         held = (tiers.catalog.get(entry.block_hash) for entry in entries)
-        return sum(
+        num_left = sum(
             now is entry and not entry.is_on_disk for now, entry in zip(held, entries, strict=True)
         )
+        refusals, lost = self._refusals(), tiers.counters.lost_blocks
+        num_refused = refusals.total()
+        num_late = max(0, num_left - num_refused)
+        lost.update(refusals)
+        if num_late:
+            lost["drain_timeout"] += num_late
+        why = ""
+        if num_refused and tiers.store is not None:
+            why = tiers.store.state().why or ", ".join(refusals)
+        tiers.device_link.synchronize()
+        tiers.events.flush()
+        return Drained(num_late, num_refused, why)
 
     def _owed(self) -> list[Entry]:
         """Return what is owed to the disk: the newest chains first, each from its head."""
@@ -103,7 +129,7 @@ class Drainer:
         entries.sort(key=lambda entry: (-recency[entry.block_hash], entry.position))
         return entries
 
-    def refusals(self) -> Counter[str]:
+    def _refusals(self) -> Counter[str]:
         """Count by reason the blocks in RAM that the disk should keep and the store refused."""
         catalog, now = self._tiers.catalog, self._tiers.clock.now()
         refused = (each for each in catalog.entries() if each.refusal and not each.is_on_disk)

@@ -15,7 +15,6 @@ Who owns a device block, by its state:
 Called by the engine's thread only.
 """
 
-import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from tieredkv.cache.counters import COMPUTED_SOONER
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.departures import Departures
 from tieredkv.cache.disk_link import Read, Write
-from tieredkv.cache.draining import Drainer
+from tieredkv.cache.draining import Drained, Drainer
 from tieredkv.cache.expiry import Expiry
 from tieredkv.cache.forecasts import Forecasts, Outcome
 from tieredkv.cache.hits import Hits
@@ -68,20 +67,6 @@ class Admission(NamedTuple):
 
 
 GRANTED = Admission(True)
-
-
-class Drained(NamedTuple):
-    """What a drain has left in memory of what the disk should keep.
-
-    Attributes:
-        num_late: blocks that there was no time for.
-        num_refused: blocks that the store refused.
-        why: why it did.
-    """
-
-    num_late: int
-    num_refused: int
-    why: str
 
 
 class TieredCache:
@@ -513,30 +498,8 @@ class TieredCache:
         progress: Progress = ignore_progress,
         meanwhile: Callable[[], object] = lambda: None,
     ) -> Drained:
-        """Write all blocks that are owed to the disk, and wait for the copies under way.
-
-        Args:
-            timeout_s: for how long to write at most.
-            progress: told how many blocks are written or given up.
-            meanwhile: called again and again, and may drop blocks.
-
-        Returns:
-            What is lost of it; the counters have noted that.
-        """
-        tiers, deadline = self._tiers, time.monotonic() + timeout_s
-        left = self._drainer.drain(deadline=deadline, progress=progress, meanwhile=meanwhile)
-        refusals = self._drainer.refusals()
-        num_refused, lost = refusals.total(), tiers.counters.lost_blocks
-        num_late = max(0, left - num_refused)
-        lost.update(refusals)
-        if num_late:
-            lost["drain_timeout"] += num_late
-        why = ""
-        if num_refused and tiers.store is not None:
-            why = tiers.store.state().why or ", ".join(refusals)
-        tiers.device_link.synchronize()
-        tiers.events.flush()
-        return Drained(num_late, num_refused, why)
+        """Write all blocks that are owed to the disk, and wait for copies; see `Drainer`."""
+        return self._drainer.drain(timeout_s, progress=progress, meanwhile=meanwhile)
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
