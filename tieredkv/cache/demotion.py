@@ -24,7 +24,6 @@ from operator import attrgetter
 from tieredkv.cache.block import Block
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.disk_link import EARLY_SHARE, Write
-from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
 from tieredkv.types import BlockHash, BlockId, PageId, Tier
@@ -159,7 +158,7 @@ class Demoter:
             num_ahead: how many of the oldest blocks have to be clean.
             at_most: how many copies to start at most.
         """
-        return self._copy_out(self._dirty(self._tiers.device, num_ahead, at_most))
+        return self._copy_out(self._dirty(Tier.DEVICE, num_ahead, at_most))
 
     def write(self, num_ahead: int, at_most: int = sys.maxsize) -> int:
         """Start the writes that make the oldest host pages clean; return how many were started.
@@ -169,7 +168,7 @@ class Demoter:
             at_most: how many writes to start at most.
         """
         room = self._write_room
-        pages = self._dirty(self._tiers.host, num_ahead, min(at_most, room)) if room else []
+        pages = self._dirty(Tier.HOST, num_ahead, min(at_most, room)) if room else []
         return self._write_out(pages)
 
     def send(self, blocks: list[Block], pages: list[Block]) -> None:
@@ -191,7 +190,7 @@ class Demoter:
                 tiers.host.fill(page)
                 page.is_clean = tiers.is_host_clean(block_hash)
                 block.is_clean = True
-                if self._writes_soon and block_hash in tiers.catalog.owed:
+                if self._num_overdue > 0 and block_hash in tiers.catalog.owed:
                     landed.append(page)
             tiers.device.unpin(block)
         self._write_out(landed)  # before others take their room
@@ -233,9 +232,9 @@ class Demoter:
         have to wait either.
         """
         tiers = self._tiers
-        oldest = self._dirty(tiers.device, max(num_blocks, self._device_reserve))
+        oldest = self._dirty(Tier.DEVICE, max(num_blocks, self._device_reserve))
         owed = [block for block in oldest if tiers.is_owed_to_disk(block.block_hash)]
-        older = self._dirty(tiers.host, len(owed))
+        older = self._dirty(Tier.HOST, len(owed))
         kept = set(owed[len(owed) - len(older) :])
         self._give_up([*older, *(block for block in oldest if block not in kept)])
 
@@ -274,39 +273,27 @@ class Demoter:
             raise IntegrityError(f"{what}, but at most {self._write_cap} may be")
 
     @property
-    def _most_writing(self) -> int:
-        """How many pages may be on loan to be written.
+    def _write_room(self) -> int:
+        """How many more pages may be lent to be written.
 
         A page on loan cannot be evicted, so more of them would only keep others out of memory.
         """
-        return min(self._write_cap, self._disk_link.most_writes)
-
-    @property
-    def _write_room(self) -> int:
-        """How many more pages may be lent to be written."""
-        return self._most_writing - self._disk_link.num_writing
+        return min(self._write_cap, self._disk_link.most_writes) - self._disk_link.num_writing
 
     @property
     def _num_overdue(self) -> int:
-        """How many of the blocks that are owed to the disk have to be written before their turn."""
+        """How many of the blocks that are owed to the disk have to be written before their turn.
+
+        The others may wait until an allocation needs their room.
+        """
         tiers = self._tiers
         if tiers.store is None:
             return 0
-        return len(tiers.catalog.owed) - self._most_owed
-
-    @property
-    def _writes_soon(self) -> bool:
-        """Whether blocks are written to disk even if no allocation needs their room."""
-        return self._num_overdue > 0
-
-    @property
-    def _most_owed(self) -> int:
-        """How many blocks may wait to be written until an allocation needs their room."""
-        tiers = self._tiers
-        if tiers.settings.is_write_behind or self.is_draining:
-            return 0
-        rate = self._disk_link.write_rate.steady
-        return int(EARLY_SHARE * tiers.settings.drain_timeout_s * rate / tiers.payload_bytes)
+        most_bytes = 0.0
+        if not (tiers.settings.is_write_behind or self.is_draining):
+            rate = self._disk_link.write_rate.steady
+            most_bytes = EARLY_SHARE * tiers.settings.drain_timeout_s * rate
+        return len(tiers.catalog.owed) - int(most_bytes / tiers.payload_bytes)
 
     def _keep_going(self, num_started: int, at_most: int) -> None:
         """Set `has_more` if a step started as many moves as it may."""
@@ -374,12 +361,10 @@ class Demoter:
             waiting[block.block_hash] = None
             waiting.move_to_end(block.block_hash, last=bool(self._tiers.shares))
 
-    def _dirty(self, pool: BlockPool, num_ahead: int, at_most: int = sys.maxsize) -> list[Block]:
-        """Return the oldest blocks of a pool to move down so that `num_ahead` blocks are clean."""
-        looks = at_most if at_most == sys.maxsize else LOOKS_PER_MOVE * at_most
-        tier = Tier.DEVICE if pool is self._tiers.device else Tier.HOST
-        self._tiers.look_ahead(tier, num_ahead, looks)
-        return pool.dirty(num_ahead, at_most)
+    def _dirty(self, tier: Tier, num_ahead: int, at_most: int = sys.maxsize) -> list[Block]:
+        """Return the oldest blocks of a tier to move down so that `num_ahead` blocks are clean."""
+        self._tiers.look_ahead(tier, num_ahead, LOOKS_PER_MOVE * at_most)
+        return self._tiers.pools[tier].dirty(num_ahead, at_most)
 
     def _copy_out(self, blocks: list[Block], *, only_empty: bool = False) -> int:
         """Start copies of device blocks to host pages while there are pages; return how many.

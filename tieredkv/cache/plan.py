@@ -42,6 +42,9 @@ would cost, or this share of the time of computing the whole request. A short re
 steps that it can hardly save one.
 """
 
+HOST, DISK = 0, 1
+"""The engine's links by their numbers: from host memory, and from disk."""
+
 MAX_STRAIGHT = 6
 """Tries along a straight line to find where computing and loading meet; nearly all need no more."""
 
@@ -259,12 +262,9 @@ class _Case:
     @property
     def least_gain_s(self) -> float:
         """What a plan has to save beside loading all from steady links, or computing all."""
-        return min(self.step_s, SHORT_GAIN * self.compute_s(self.demand.end))
-
-    @property
-    def step_s(self) -> float:
-        """How long one more step takes."""
-        return self.planner.compute(self.demand.end - 1, self.demand.end)
+        end = self.demand.end
+        step_s = self.planner.compute(end - 1, end)
+        return min(step_s, SHORT_GAIN * self.compute_s(end))
 
     def at(self, block: int) -> Split:
         """Return what comes of computing the blocks before `block`, and loading the others."""

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tieredkv.cache.compute_rate import ComputeRate
 from tieredkv.cache.plan import Demand, LinkState, Planner, Split
 from tieredkv.cache.step_times import PromptTimes, StepTimes
 
@@ -40,7 +39,7 @@ class LoggedPlan(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(self, enc_hook=_as_list).decode()
 
 
-def before(planner: Planner, rate: ComputeRate, demands: Sequence[Demand]) -> LoggedPlan:
+def before(planner: Planner, demands: Sequence[Demand]) -> LoggedPlan:
     """Return what the plan for these requests follows from; call it before the plan is made."""
     return LoggedPlan(
         links=list(planner.links),
@@ -48,9 +47,9 @@ def before(planner: Planner, rate: ComputeRate, demands: Sequence[Demand]) -> Lo
         busy_s=planner.busy_s,
         least_tokens=planner.least_tokens,
         is_cpu=planner.is_cpu,
-        times=rate.times,
-        chunk=rate.chunk,
-        num_read=rate.num_read_beside,
+        times=planner.compute.times,
+        chunk=planner.compute.chunk,
+        num_read=planner.compute.num_read,
         demands=list(demands),
     )
 

@@ -26,8 +26,8 @@ from tieredkv.cache.block import Block, Content
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.disk_link import Read
 from tieredkv.cache.link_rate import Probes
-from tieredkv.cache.plan import Demand, LinkLoad, Planner, Split
-from tieredkv.cache.recalls import HOST, Recall, Recalls, RequestProgress
+from tieredkv.cache.plan import HOST, Demand, LinkLoad, Planner, Split
+from tieredkv.cache.recalls import Recall, Recalls, RequestProgress
 from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
@@ -166,7 +166,7 @@ class Promoter:
         planner = self.planner(busy_s, now)
         logged = None
         if logger.isEnabledFor(logging.DEBUG):
-            logged = plan_log.before(planner, self._tiers.compute_rate, [it for it, _ in demands])
+            logged = plan_log.before(planner, [demand for demand, _ in demands])
         splits = self.recalls.divide(demands, planner)
         if logged is not None:
             # As text at once, since the lists of the demands change.

@@ -9,18 +9,15 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from tieredkv.cache.groups import PREFIX, hit_end
-from tieredkv.cache.plan import Demand, LinkLoad, Planner
+from tieredkv.cache.plan import DISK, HOST, Demand, LinkLoad, Planner
 from tieredkv.cache.stretches import stretches
 from tieredkv.pieces import Pieces
 from tieredkv.types import Tier
 
-HOST, DISK = 0, 1
-"""The planner's links: from host memory, and from disk."""
-
 Source = Tier | None
 MakePlanner = Callable[[], Planner | None]
-"""Makes a planner whose links are those above; it may lack the last ones, or be None, where rates
-are not known.
+"""Makes a planner of the links `HOST` and `DISK`; it may lack the last ones, or be None, where
+rates are not known.
 """
 
 

@@ -24,15 +24,12 @@ from typing import NamedTuple
 
 from tieredkv.cache.block import Content
 from tieredkv.cache.chain import Chain
-from tieredkv.cache.plan import Demand, LinkLoad, Planner, Split
+from tieredkv.cache.plan import DISK, HOST, Demand, LinkLoad, Planner, Split
 from tieredkv.cache.row import LOADABLE, State
 from tieredkv.cache.tiers import Tiers
 from tieredkv.errors import IntegrityError
 from tieredkv.hashing import num_shared
 from tieredkv.types import BlockHash
-
-HOST, DISK = 0, 1
-"""The links that load, as the planner numbers them: from host memory, and from disk."""
 
 
 @dataclass(slots=True, eq=False)
@@ -133,9 +130,7 @@ class Recalls:
     def is_open(self, block_hash: BlockHash) -> bool:
         """Return whether requests hold a block for these bytes into which nothing was written."""
         block = self._tiers.device.lookup(block_hash)
-        if block is None or not block.ref_count:
-            return False
-        return block.is_open
+        return block is not None and block.ref_count > 0 and block.is_open
 
     # Requests
 
@@ -280,7 +275,7 @@ class Recalls:
         """Note for all who wait for a block that its read has ended, and whether it is copied."""
         for recall in self._recalls.values():
             chain = recall.chain
-            if chain.row.is_at(index, State.READING) and chain.has_at(index, block_hash):
+            if chain.has_at(index, block_hash) and chain.row[index] == State.READING:
                 if is_copying and recall.is_admitted:
                     chain.row.copy([index])
                 else:

@@ -149,10 +149,6 @@ class Row:
 
     # Questions
 
-    def is_at(self, index: int, state: State) -> bool:
-        """Return whether the chain has a block at an index, and it is in this state."""
-        return index < len(self._states) and self._states[index] == state
-
     def first(self, state: State, begin: int = 0, end: int | None = None) -> int:
         """Return the first block of `[begin, end)` in a state; -1 if there is none."""
         return self._states.find(state, begin, len(self._states) if end is None else end)

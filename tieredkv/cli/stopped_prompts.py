@@ -9,8 +9,8 @@ import msgspec
 
 from tieredkv.cache.compute_rate import ComputeRate
 from tieredkv.cache.disk_link import READ_LATENCY_S
-from tieredkv.cache.plan import LinkState, Planner
-from tieredkv.cache.prompt_report import HOST, MakePlanner, report
+from tieredkv.cache.plan import HOST, LinkState, Planner
+from tieredkv.cache.prompt_report import MakePlanner, report
 from tieredkv.cache.rate_file import Machine, disk_name, read_rates
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
