@@ -54,5 +54,5 @@ def test_a_row_tells_of_each_change(states: list[State], changes: list[tuple[int
 def test_a_new_row_and_one_that_is_reset_have_one_state() -> None:
     row = Row(3)
     assert [*row.indices(State.COMPUTE)] == [0, 1, 2]
-    row.begin(2, State.FOUND)
+    row.begin(bytearray([State.FOUND]) * 2)
     assert [*row.there] == [(0, 2)] and not row.indices(State.COMPUTE)

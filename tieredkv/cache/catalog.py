@@ -68,11 +68,7 @@ class Entry(msgspec.Struct, gc=False):
 
 
 _SHARED = [name for name in Entry.__struct_fields__ if name in BlockRecord.__struct_fields__]
-
-
-def _shared(entry: Entry) -> dict[str, Any]:
-    """Return the fields that an entry and the record of the same block have in common."""
-    return {name: getattr(entry, name) for name in _SHARED}
+"""Fields that an entry and the record of the same block have in common."""
 
 
 class Catalog:
@@ -380,11 +376,9 @@ class Catalog:
 
     def record(self, entry: Entry, *, size_bytes: int, expires_at: float) -> BlockRecord:
         """Return the record of the block that is sent to the store."""
+        shared: dict[str, Any] = {name: getattr(entry, name) for name in _SHARED}
         return BlockRecord(
-            **_shared(entry),
-            size_bytes=size_bytes,
-            retention=self.retention(entry),
-            expires_at=expires_at,
+            **shared, size_bytes=size_bytes, retention=self.retention(entry), expires_at=expires_at
         )
 
     def retention(self, entry: Entry) -> str:

@@ -63,7 +63,7 @@ class Hits:
         if self._tiers.store is not None and self._tiers.can_load:
             absent, may_be = set(missing), hashes[: chain.last_end]
             states[: len(may_be)] = [_COMPUTE if each in absent else _FOUND for each in may_be]
-        chain.row.begin_as(states)
+        chain.row.begin(states)
         return missing
 
     def readable(self, chain: Chain) -> list[BlockHash]:
@@ -153,7 +153,7 @@ class Hits:
                 states[index] = state
                 end = end if block.is_ready else index + 1
             blocks.append(block)
-        chain.row.begin_as(states)
+        chain.row.begin(states)
         for block_hash in chain.hashes[len(found) :]:
             blocks.append(next(fresh))
             # Where the hash is known, the block stays private.

@@ -73,10 +73,6 @@ class LinkLoad(NamedTuple):
         end = self.indices[-1] + 1 if self.indices else 0
         return max(end, self.queued[-1] + 1) if self.queued else end
 
-    def __repr__(self) -> str:
-        ends = f"{self.indices[0]}..{self.indices[-1]}" if self.indices else "none"
-        return f"link {self.link}: {len(self.indices)} blocks, {ends}, {len(self.queued)} queued"
-
 
 class Demand(NamedTuple):
     """What one request still needs.

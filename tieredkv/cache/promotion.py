@@ -58,10 +58,12 @@ class Planned(NamedTuple):
     """What is planned for a request.
 
     Attributes:
+        chain: of the request.
         is_restored: whether it lacks blocks that slower tiers have.
         done_s: seconds until its last token is computed.
     """
 
+    chain: Chain
     is_restored: bool
     done_s: float
 
@@ -129,8 +131,8 @@ class Promoter:
         if self._lacks_page:
             splits = self._divide(demands, busy_s)
         return [
-            Planned(recall is not None, split.done_s)
-            for (_, recall), split in zip(demands, splits, strict=True)
+            Planned(request.chain, recall is not None, split.done_s)
+            for request, (_, recall), split in zip(requests, demands, splits, strict=True)
         ]
 
     def first_copied(self, chain: Chain, in_host: Sequence[int]) -> int:

@@ -39,7 +39,7 @@ from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers
 from tieredkv.cache.touches import Touches
 from tieredkv.errors import IntegrityError
-from tieredkv.tier import OPERATOR, ControlRequest, Gone, Held, Restarted
+from tieredkv.tier import OPERATOR, ControlRequest, Gone, Held, Restarted, TouchItem
 from tieredkv.types import BlockHash, Progress, Tier, ignore_progress
 
 __all__ = ["Admission", "Drained", "RequestProgress", "TieredCache"]
@@ -138,7 +138,9 @@ class TieredCache:
         if found:
             self._announce(chain)
             if self.num_free < len(chain.hashes):
-                self._touches.keep_on_disk(found)
+                # It may wait for room in VRAM. The disk keeps these blocks for it, which may be the
+                # ones that were used the longest ago there.
+                self._tiers.disk_link.touch([TouchItem(each, now, hits=0) for each in found])
             self._hits.prefetch(chain)
 
     def _announce(self, chain: Chain) -> None:
@@ -210,7 +212,7 @@ class TieredCache:
         is_whole = len(found) == len(chain.hashes) and chain.row.first(State.COMING) < 0
         if is_whole and all(block.is_ready for block in found):
             chain.blocks = found
-            chain.row.begin(len(found), State.FOUND)
+            chain.row.begin(bytearray([State.FOUND]) * len(found))
         else:
             self._hits.take(chain, known, rest)
         chain.blocks.extend(rest)
@@ -353,7 +355,7 @@ class TieredCache:
         chain.blocks = []
         chain.block_ids = array("i")
         chain.disk_until = []
-        chain.row.begin(len(chain.hashes))
+        chain.row.begin(bytearray([State.COMPUTE]) * len(chain.hashes))
         self._forecasts.forget(chain)
         self._demoter.note_change()
 
@@ -408,10 +410,7 @@ class TieredCache:
         self._tiers.compute_rate.num_read_beside = num_read_beside
         planned = self._promoter.plan(requests, busy_s)
         if self._plans:
-            self._forecasts.note_plan(
-                (request.chain, each.is_restored, each.done_s)
-                for request, each in zip(requests, planned, strict=True)
-            )
+            self._forecasts.note_plan(planned)
 
     def note_first_token(self, chain: Chain) -> Outcome | None:
         """Note that a request gets its first token; return what was expected, if it was planned."""

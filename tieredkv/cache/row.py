@@ -75,20 +75,14 @@ class Row:
 
     # Changes
 
-    def begin(self, num_blocks: int, state: State = State.COMPUTE) -> None:
-        """Begin anew with a chain of this length, all of it in one state."""
-        assert not self.pages, "pages are held"
-        self._states = bytearray([state]) * num_blocks
-        self._note_change()
-
-    def begin_as(self, states: bytearray) -> None:
+    def begin(self, states: bytearray) -> None:
         """Begin anew with blocks in these states."""
-        self.begin(0)
+        assert not self.pages, "pages are held"
         self._states = states
+        self._note_change()
         for state in LOADABLE if self.lost else ():
             for index in self.indices(state):
                 self.lost.pop(index, None)
-        self._note_change()
 
     def append_computed(self) -> None:
         """Add a block that generated tokens have filled."""

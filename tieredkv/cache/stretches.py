@@ -1,7 +1,7 @@
 """Stretches of blocks: pairs `[first, last)` of indices."""
 
 from collections.abc import Iterator, Sequence
-from typing import Self, overload
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,15 +35,8 @@ class Stretches(Sequence[Stretch]):
     def __iter__(self) -> Iterator[Stretch]:
         return zip(self.firsts.tolist(), self.lasts.tolist(), strict=True)
 
-    @overload
-    def __getitem__(self, at: int) -> Stretch: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Stretch]: ...
-    def __getitem__(self, at: int | slice) -> Stretch | Sequence[Stretch]:
+    def __getitem__(self, at: Any) -> Any:
         return [*self][at]
-
-    def __repr__(self) -> str:
-        return repr([*self])
 
 
 def stretches(indices: Sequence[int]) -> Stretches:

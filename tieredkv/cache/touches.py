@@ -6,15 +6,12 @@ microseconds. So this is done after a request's first token, some blocks beside 
 Called by the engine's thread only.
 """
 
-from collections.abc import Iterable
-
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.lookups import Lives
 from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers
-from tieredkv.tier import TouchItem
 
 MAX_TOUCHED = 512
 """Blocks that one step refreshes, which takes one or two milliseconds."""
@@ -44,15 +41,6 @@ class Touches:
             self._touch(chain, range(first, last))
             if last == len(chain.hashes):
                 del self._begun[chain]
-
-    def keep_on_disk(self, hashes: Iterable[bytes]) -> None:
-        """Have the disk keep what it has told of for a request that may wait for room in VRAM.
-
-        To the disk these blocks may be the ones used the longest ago, which are evicted next.
-        """
-        now = self._tiers.clock.now()
-        items = [TouchItem(block_hash, now, hits=0) for block_hash in hashes]
-        self._tiers.disk_link.touch(items)
 
     def finish(self, chain: Chain) -> None:
         """Refresh what is left of a chain that is about to be released."""
