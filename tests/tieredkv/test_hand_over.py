@@ -1,11 +1,13 @@
 """Requests that share blocks: who loads them, who computes them, and who takes them over."""
 
+import time
 from typing import Any
 
 import pytest
 
 from tests.fake_store import Rig, chain_of
 from tieredkv.cache.chain import Chain
+from tieredkv.types import Tier
 
 pytestmark = pytest.mark.usefixtures("each_tier")
 
@@ -246,4 +248,18 @@ def test_a_block_that_is_partly_computed_is_not_filled_by_a_read_that_ends_now()
     assert [block.is_ready for block in prefix.blocks] == [False, True]
     assert rig.tiers.counters.overtaken_blocks == 1
     assert rig.finish(prefix) == 1
+    rig.check_nothing_is_held()
+
+
+def test_without_a_disk_a_request_takes_over_the_pages_of_a_cancelled_one() -> None:
+    rig = Rig(has_store=False)
+    rig.run("a", 4)
+    assert rig.cache.flush(Tier.HOST, deadline=time.monotonic() + 30.0)
+    first, second = rig.queue("a", 4), rig.queue("a", 4)
+    assert rig.cache.admit(first, 4) and rig.cache.admit(second, 4)
+    rig.cache.release(first)  # before a plan has begun its copies
+    rig.turn()
+    assert second.origins() == [Tier.HOST] * 4
+    rig.verify(second)
+    rig.cache.release(second)
     rig.check_nothing_is_held()

@@ -189,7 +189,8 @@ class Recalls:
                 other.split = min(other.split, recall.split)
                 other.host_split = min(other.host_split, recall.host_split)
             for index in passed:
-                theirs.disk_until[index] = ours.disk_until[index]
+                if ours.disk_until:  # there is a disk
+                    theirs.disk_until[index] = ours.disk_until[index]
                 other.end = max(other.end, index + 1)
 
     # Plan
