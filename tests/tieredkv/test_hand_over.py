@@ -51,6 +51,19 @@ def test_a_decoding_request_restores_nothing() -> None:
     assert not rig.cache.is_recalling, "its recall has ended with its last block"
 
 
+def test_a_request_recalls_nothing_once_vram_has_all_that_it_would_have_read() -> None:
+    rig = Rig(load_timeout_s=0.0)
+    waiting, other = queued(rig, 4, 2)
+    assert rig.admit(other)
+    assert rig.compute(other) == 4, "the disk does not answer in time"
+    assert rig.cache.admit(waiting, 4)
+    assert waiting not in rig.cache._recalls.chains
+    rig.cache.release(waiting)
+    rig.cache.release(other)
+    read_all(rig)
+    rig.check_nothing_is_held()
+
+
 def test_blocks_are_read_once_though_requests_hand_them_over_twice() -> None:
     rig = Rig(num_blocks=128, num_pages=16)  # most reads have to wait for a page
     first, second, third = admitted(rig, 60, 3)

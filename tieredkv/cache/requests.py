@@ -213,6 +213,7 @@ class TieredCache:
         if is_whole and all(block.is_ready for block in found):
             chain.blocks = found
             chain.row.begin(bytearray([State.FOUND]) * len(found))
+            self._recalls.want(chain, end=0)
         else:
             self._hits.take(chain, known, rest)
         chain.blocks.extend(rest)
