@@ -409,3 +409,28 @@ def test_a_read_names_the_block_of_the_requests_chain_whatever_is_stored_under_i
     assert [each.position for each in lent] == [0, 1, 2]
     assert [each.namespace for each in lent] == [prefix.namespace] * 3
     assert [each.size_bytes for each in lent] == [BLOCK_BYTES] * 3
+
+
+def test_what_vram_has_and_is_copying_down_is_not_read_for_a_queued_request() -> None:
+    rig = Rig(load_timeout_s=0.0)
+    rig.store.put("a", 6)
+    rig.store.is_held = True
+    waiting, other = rig.queue("a", 6), rig.queue("a", 6)
+    while rig.store.lookups:
+        rig.store.answer(0)
+    rig.cache.poll()
+    assert rig.admit(other) and rig.compute(other) == 6, "the disk does not answer in time"
+    rig.cache.release(other)
+    num_reading, rig.transfer.is_held = len(rig.store.jobs), True
+    assert 0 < num_reading < 6 and rig.cache._demoter.demote(6) == 6 - num_reading
+    rig.store.is_held = False
+    rig.turn(6)
+    rig.transfer.is_held = False
+    rig.turn()
+    assert rig.tiers.counters.load_failures.keys() == {"timeout"}
+    assert rig.store.loaded == waiting.hashes[: -1 - num_reading : -1], (
+        "those that were begun before"
+    )
+    assert all(rig.entry("a", index).is_on_disk for index in range(6))
+    rig.cache.release(waiting)
+    rig.check_nothing_is_held()

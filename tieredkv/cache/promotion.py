@@ -388,8 +388,9 @@ class Promoter:
             row.read(index)
             return True
         page = self._tiers.host.lookup(block_hash)
-        if page is not None and page.is_ready:
-            recall.is_begun |= self._copy_if_wanted(page, block_hash, Tier.HOST)
+        if page is not None:  # if it is not ready, a copy from VRAM fills it
+            if page.is_ready:
+                recall.is_begun |= self._copy_if_wanted(page, block_hash, Tier.HOST)
             row.leave([index])
             return True
         if recall.is_admitted and not self.recalls.is_open(block_hash):
