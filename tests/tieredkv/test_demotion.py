@@ -10,6 +10,7 @@ from tieredkv.cache import room
 from tieredkv.cache.demotion import MAX_MOVES, most_late
 from tieredkv.cache.disk_link import MIN_WRITES
 from tieredkv.cache.tiers import Tiers
+from tieredkv.pieces import whole
 from tieredkv.retention import DEFAULT_POLICIES, IN_MEMORY, RetentionPolicy
 from tieredkv.types import BlockHash, Tier
 
@@ -687,3 +688,19 @@ def test_a_page_whose_claim_on_the_disk_ends_with_time_is_clean_from_that_second
     assert [page.is_clean for page in pages] == [True] * 4
     assert rig.tiers.catalog.owed == {}
     assert rig.on_host("a", 4) == [0, 1, 2, 3], "another policy keeps it in memory"
+
+
+def test_what_is_evicted_from_vram_while_it_is_copied_down_expires_like_other_blocks() -> None:
+    rig = Rig()
+    rig.run("a", 4)
+    rig.transfer.is_held = True
+    assert rig.cache._demoter.demote(4) == 4
+    freed = whole(rig.cache.operations.evict(lambda _: True, [Tier.DEVICE]))
+    assert freed.num_copies == 4
+    rig.transfer.is_held = False
+    rig.turn()
+    assert rig.on_host("a", 4) == [0, 1, 2, 3]
+    rig.clock.moment += 25 * 3600.0
+    rig.turn()
+    assert rig.on_host("a", 4) == []
+    rig.check_nothing_is_held()

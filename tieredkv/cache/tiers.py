@@ -108,14 +108,15 @@ class Tiers:
         return self.settings.restore != "compute"
 
     def is_in_ram(self, block_hash: BlockHash) -> bool:
-        """Return whether VRAM or host memory has a copy of the block, or one is on its way to VRAM.
+        """Return whether VRAM or host memory has a copy of the block, or one is on its way there.
 
-        What is copied to VRAM arrives there even if its page is dropped meanwhile.
+        What is copied between the two arrives even if it is dropped meanwhile where it came from.
         """
         block, page = self.device.lookup(block_hash), self.host.lookup(block_hash)
         if block is not None and block.content >= Content.COPYING:
             return True
-        return page is not None and page.is_ready
+        # A page that is neither ready nor read into is being filled from VRAM.
+        return page is not None and (page.is_ready or not self.disk_link.is_reading(block_hash))
 
     def is_owed_to_disk(self, block_hash: BlockHash | None) -> bool:
         """Return whether the block has yet to be written to disk; not if that was given up."""
