@@ -61,25 +61,25 @@ def test_due_names_each_expired_entry_once_and_leaves_the_others_queued() -> Non
     catalog.add(make_entry(1))
     second = catalog.add(make_entry(2))
     catalog.claim([second], {"in_memory"}, NOW + 500)
-    assert catalog.due(NOW + 600) == [first]
+    assert catalog.due(NOW + 600).expired == [first]
     catalog.forget(first.block_hash, "evicted_host")
     catalog.check()
-    assert catalog.due(NOW + 1099) == []
-    assert catalog.due(NOW + 1100) == [second]
+    assert catalog.due(NOW + 1099).expired == []
+    assert catalog.due(NOW + 1100).expired == [second]
 
 
 def test_entries_due_at_once_are_named_a_few_at_a_time_and_each_once() -> None:
     catalog = make_catalog()
     entries = catalog.add_all([make_entry(number) for number in range(10)])
-    assert catalog.due(NOW + 600, 4) == entries[:4] and catalog.is_behind
+    assert catalog.due(NOW + 600, 4).expired == entries[:4] and catalog.is_behind
     for entry in entries[:6]:
         catalog.forget(entry.block_hash, "expired")
     catalog.check()
     again = catalog.add(make_entry(4, computed_at=NOW + 600))
-    assert catalog.due(NOW + 600, 4) == entries[6:]
+    assert catalog.due(NOW + 600, 4).expired == entries[6:]
     catalog.due(NOW + 600, 4)
     assert not catalog.is_behind
-    assert catalog.due(NOW + 1200) == [again]
+    assert catalog.due(NOW + 1200).expired == [again]
 
 
 def test_within_a_second_nothing_is_due_before_its_time() -> None:
@@ -87,12 +87,12 @@ def test_within_a_second_nothing_is_due_before_its_time() -> None:
     late, early = (
         catalog.add(make_entry(i, computed_at=NOW + at)) for i, at in ((1, 0.9), (2, 0.2))
     )
-    assert catalog.due(NOW + 600.1) == []
+    assert catalog.due(NOW + 600.1).expired == []
     catalog.check()
-    assert catalog.due(NOW + 600.5) == [early]
+    assert catalog.due(NOW + 600.5).expired == [early]
     catalog.forget(early.block_hash, "expired")
     catalog.check()
-    assert catalog.due(NOW + 600.95) == [late]
+    assert catalog.due(NOW + 600.95).expired == [late]
 
 
 def test_an_entry_that_left_and_came_back_is_due_once() -> None:
@@ -100,7 +100,7 @@ def test_an_entry_that_left_and_came_back_is_due_once() -> None:
     catalog.add(make_entry(1))
     catalog.forget(make_entry(1).block_hash, "evicted_host")
     again = catalog.add(make_entry(1))
-    assert catalog.due(NOW + 600) == [again]
+    assert catalog.due(NOW + 600).expired == [again]
 
 
 def test_the_queue_of_deadlines_follows_what_is_held_not_what_passed_through() -> None:
@@ -110,7 +110,7 @@ def test_the_queue_of_deadlines_follows_what_is_held_not_what_passed_through() -
         catalog.forget(entry.block_hash, "evicted_host")
     kept = catalog.add(make_entry(1, "24h"))
     assert catalog.num_queued < 100
-    assert catalog.due(NOW + DAY_S) == [kept]
+    assert catalog.due(NOW + DAY_S).expired == [kept]
 
 
 def test_a_second_copy_never_makes_a_block_younger() -> None:

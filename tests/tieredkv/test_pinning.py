@@ -284,6 +284,20 @@ def test_longer_claim_that_comes_while_a_block_is_written_reaches_the_disk() -> 
     assert (same.retention, same.hits) == ("24h", 1)
 
 
+def test_the_end_of_a_claim_on_the_disk_is_no_use_of_a_block() -> None:
+    brief = RetentionPolicy(name="brief", idle_s=10.0, absolute_s=10.0, tiers=frozenset(Tier))
+    long = RetentionPolicy(name="long", idle_s=1e3, absolute_s=1e3, tiers=frozenset({Tier.DEVICE}))
+    rig = Rig(num_blocks=8, num_pages=1, policies=(*DEFAULT_POLICIES, brief, long))
+    both = rig.chain("a", 2)
+    both.claims = [BlockClaim(2, frozenset({"brief", "long"})), *both.claims]
+    serve(rig, both)
+    serve(rig, rig.chain("b", 2, "long"))
+    before = [block.block_hash for block in rig.tiers.device.evictable()]
+    rig.clock.moment = START + 10.0
+    rig.turn()
+    assert [block.block_hash for block in rig.tiers.device.evictable()] == before
+
+
 def test_each_block_lives_by_the_claims_that_cover_it() -> None:
     rig = Rig(policies=DEFAULT_POLICIES)
     prefix = rig.chain("mixed", 4, "in_memory")

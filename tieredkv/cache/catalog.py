@@ -10,7 +10,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -69,6 +69,20 @@ class Entry(msgspec.Struct, gc=False):
 
 _SHARED = [name for name in Entry.__struct_fields__ if name in BlockRecord.__struct_fields__]
 """Fields that an entry and the record of the same block have in common."""
+
+
+class Due(NamedTuple):
+    """What has become due.
+
+    Attributes:
+        expired: entries that may no longer be served.
+        unpinned: other blocks whose pin has ended.
+        owed_no_more: other blocks whose claim on the disk has ended before the disk had them.
+    """
+
+    expired: list[Entry]
+    unpinned: list[BlockHash]
+    owed_no_more: list[BlockHash]
 
 
 class Catalog:
@@ -405,29 +419,32 @@ class Catalog:
             items.append(TouchItem(entry.block_hash, *use))
         return items
 
-    def due(self, now: float, at_most: int = sys.maxsize) -> list[Entry]:
-        """Return entries that have expired, or whose pin or claim on the disk has just ended.
+    def due(self, now: float, at_most: int = sys.maxsize) -> Due:
+        """Take what is due off the queue; what has not expired is queued again.
 
         The cost depends on how many entries are due, not on how many there are. If more than
         `at_most` have to be examined, `is_behind` is set and the next call continues.
         """
-        due: list[Entry] = []
+        due = Due([], [], [])
         for _ in range(at_most):
             entry = self._next_due(now)
             if entry is None:
                 break
-            is_over = 0.0 < entry.pinned_until <= now
-            if is_over:
+            is_pin_over = 0.0 < entry.pinned_until <= now
+            if is_pin_over:
                 entry.pinned_until = 0.0
                 self.pinned.discard(entry.block_hash)
-            if entry.block_hash in self.owed and self.disk_deadline(entry, now) is None:
+            is_owed_no_more = entry.block_hash in self.owed and not self.disk_deadline(entry, now)
+            if is_owed_no_more:
                 self._forget_owed(entry.block_hash)
-                is_over = True
-            is_expired = self.is_expired(entry, now)
-            if not is_expired:
-                self._queue_again(entry, now)
-            if is_over or is_expired:
-                due.append(entry)
+            if self.is_expired(entry, now):
+                due.expired.append(entry)
+                continue
+            self._queue_again(entry, now)
+            if is_pin_over:
+                due.unpinned.append(entry.block_hash)
+            if is_owed_no_more:
+                due.owed_no_more.append(entry.block_hash)
         is_soon = bool(self._soon) and self._soon[0][0] <= now
         is_begun = bool(self._seconds) and self._seconds[0] <= now
         self.is_behind = is_soon or is_begun or self._begun is not None

@@ -22,15 +22,12 @@ class Expiry:
     def sweep(self) -> None:
         """Drop expired blocks, a bounded number per call, and end pins whose time is over."""
         tiers, now = self._tiers, self._tiers.clock.now()
-        aged: list[BlockHash] = []
-        for entry in tiers.catalog.due(now, MAX_EXPIRED):
-            if tiers.catalog.is_expired(entry, now):
-                self._drop(entry)
-            else:
-                aged.append(entry.block_hash)
-        tiers.recheck(aged)
-        tiers.device.touch(aged)
-        tiers.touch_pages(aged)
+        due = tiers.catalog.due(now, MAX_EXPIRED)
+        for entry in due.expired:
+            self._drop(entry)
+        tiers.recheck(due.owed_no_more)
+        tiers.device.touch(due.unpinned)
+        tiers.touch_pages(due.unpinned)
 
     def drop_among(self, hashes: Sequence[BlockHash]) -> None:
         """Drop expired blocks among `hashes`, even if the sweep has not reached them yet."""
