@@ -329,7 +329,7 @@ class Rig:
         enough_s = (most_owed + 0.5) * BLOCK_BYTES / self.tiers.disk_link.write_rate.steady
         self.tiers.settings.drain_timeout_s = enough_s / EARLY_SHARE
         for pool, memory in self.memories:
-            _poison_evicted(pool, memory)
+            _poison_taken(pool, memory)
         self.cache = TieredCache(self.tiers)
         self.transfer.may_fill = self._is_unwritten
         self.admitted: list[Chain] = []
@@ -582,13 +582,13 @@ class Rig:
         return not any(block.block_id == block_id for block in written)
 
 
-def _poison_evicted(pool: BlockPool, memory: torch.Tensor) -> None:
-    """Have what a pool evicts for an allocation overwritten."""
+def _poison_taken(pool: BlockPool, memory: torch.Tensor) -> None:
+    """Have the blocks that a pool hands out overwritten."""
     allocate = pool.allocate
 
     def poisoned(*args: Any, **options: Any) -> Taken:
         taken = allocate(*args, **options)
-        for _, block in taken.evicted:
+        for block in taken.blocks or ():
             memory[block.block_id] = POISON
         return taken
 

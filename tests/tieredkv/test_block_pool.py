@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.golden import refused
-from tieredkv.cache.block import Block
+from tieredkv.cache.block import Block, clear
 from tieredkv.cache.pool import BlockPool
 from tieredkv.errors import IntegrityError
 from tieredkv.types import BlockHash
@@ -35,7 +35,8 @@ def take(pool: BlockPool, count: int, evicted: Evicted | None = None) -> list[Bl
     taken = pool.allocate(count)
     assert taken.blocks is not None
     if evicted is not None:
-        evicted += [(block.block_id, lost) for lost, block in taken.evicted]
+        num_empty = len(taken.blocks) - len(taken.evicted)
+        evicted += zip(ids(taken.blocks[num_empty:]), taken.evicted, strict=True)
     return taken.blocks
 
 
@@ -247,8 +248,7 @@ def test_an_allocation_tells_what_was_evicted_and_each_block_is_without_its_hash
     pool = BlockPool(2)
     keep(pool, "a0", "a1")
     taken = pool.allocate(2)
-    assert [lost for lost, _ in taken.evicted] == [name("a1"), name("a0")]
-    assert [block for _, block in taken.evicted] == taken.blocks
+    assert taken.evicted == [name("a1"), name("a0")]
     assert all(block.block_hash is None for block in taken.blocks or ())
     assert pool.num_cached == 0
 
@@ -427,7 +427,7 @@ def count_below_zero(pool: BlockPool) -> None:
 
 
 def lose_readiness(pool: BlockPool) -> None:
-    next(pool.evictable()).clear()
+    clear([next(pool.evictable())])
 
 
 def lose_a_hash(pool: BlockPool) -> None:
@@ -644,8 +644,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
     def allocate(self, count: int, refused: set[int] | None) -> None:
         for block_id, block in self.blocks.items():
             self.pool.put_clean(block, block_id not in (refused or ()))
-        blocks, lost, _ = self.pool.allocate(count)
-        evicted = [(block.block_id, block_hash) for block_hash, block in lost]
+        blocks, evicted, _ = self.pool.allocate(count)
         barred = set(refused or ()) | {i for i, count in self.pins.items() if count}
         candidates = self.empty + [i for i in self.free() if i not in barred]
         if len(candidates) < count:
@@ -657,7 +656,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         first, last = len(self.empty), len(self.empty) + num_doubled
         assert taken[:first] + taken[last:] == candidates[:count][:first] + candidates[last:count]
         assert set(taken[first:last]) <= self.duplicates - barred
-        assert evicted == [(i, self.hashes[i]) for i in taken if i in self.hashes]
+        assert evicted == [self.hashes[i] for i in taken if i in self.hashes]
         for block in blocks or ():
             block_id = block.block_id
             if not self.take_out(block_id):
@@ -761,10 +760,10 @@ TestPoolAgainstModel.settings = settings(max_examples=120, stateful_step_count=4
 
 
 def test_all_clean_blocks_that_nobody_uses_are_evicted(pool: BlockPool) -> None:
-    owed, clean, used = (keep(pool, text)[0] for text in "abc")
+    owed, _, used = (keep(pool, text)[0] for text in "abc")
     put_dirty(pool, "a")
     pool.acquire([used])
-    assert pool.evict_clean() == [(name("b"), clean)]
+    assert pool.evict_clean() == [name("b")]
     assert pool.evict_clean() == []
     assert list(pool.evictable()) == [owed]
     pool.check()

@@ -27,7 +27,7 @@ class Naive:
     def allocate(self, count: int, **options: Any) -> tuple[list[Block] | None, list[BlockHash]]:
         """Allocate blocks; return them, and the hashes of what was evicted."""
         taken = self.pool.allocate(count, **options)
-        evicted = [block_hash for block_hash, _ in taken.evicted]
+        evicted = taken.evicted
         for block_hash in evicted:
             del self.tenant_of[block_hash]
         return taken.blocks, evicted

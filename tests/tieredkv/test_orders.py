@@ -65,7 +65,7 @@ def test_a_pool_of_any_order_evicts_clean_blocks_only_and_keeps_its_invariants(
         pool.floors = choose.choice([pool.floors, {}, {b"a": 4, b"b": 9}])
         tenant = choose.choice([b"a", b"b"])
         blocks, evicted, _ = pool.allocate(choose.randrange(5), tenant=tenant, is_partial=True)
-        assert not any(block_hash.endswith(b"!") for block_hash, _ in evicted)
+        assert not any(block_hash.endswith(b"!") for block_hash in evicted)
         for index, block in enumerate(blocks or ()):
             mark = choose.choice([b"", b"!"])
             pool.insert(block, BlockHash(b"%d/%d%s" % (number, index, mark)), tenant)

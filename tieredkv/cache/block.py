@@ -100,11 +100,6 @@ class Block:
         """Note that its content is there, or that of its first layers."""
         self.content, self.is_ready = _READY if is_whole else _EARLY, True
 
-    def clear(self) -> None:
-        """Note that its memory holds nothing."""
-        self.content, self.is_ready, self.source = _EMPTY, False, None
-        self.is_clean, self.is_double, self.place = True, False, None
-
 
 def begin_compute(blocks: Iterable[Block]) -> None:
     """Note that a step computes some tokens of each of these blocks."""
@@ -112,3 +107,11 @@ def begin_compute(blocks: Iterable[Block]) -> None:
     for block in blocks:
         if block.content is empty:
             block.content = computing
+
+
+def clear(blocks: Iterable[Block]) -> None:
+    """Note that the memory of each of these blocks holds nothing."""
+    empty = Content.EMPTY
+    for block in blocks:
+        block.content, block.is_ready, block.source = empty, False, None
+        block.is_clean, block.is_double = True, False

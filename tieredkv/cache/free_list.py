@@ -217,9 +217,8 @@ class FreeList:
 
     def _take_young(self, line: int, count: int) -> list[Block]:
         """Take the next young blocks of a line; they are due now, and in no part."""
-        blocks, rank = self.young[line].take(count), line * _LINE + self._num_ranks
-        for block in blocks:
-            rank += 1
+        blocks = self.young[line].take(count)
+        for rank, block in enumerate(blocks, line * _LINE + self._num_ranks + 1):
             block.rank = rank
         self._num_ranks += len(blocks)
         return blocks
@@ -271,22 +270,23 @@ class FreeList:
             block.part, block.rank = None, 0
         return taken
 
-    def _most_in(self, line: int, count: int, num_others: int, num_taken: int) -> int:
-        """Return how many blocks are taken in all when the walk leaves a line.
+    def _most_in(self, line: int, count: int, num_kept: int = 0) -> int:
+        """Return, as a walk comes to a line, how many blocks it has taken when it leaves the line.
 
         Blocks that are evicted last are taken only if there are too few others. Others that cannot
-        be evicted yet count as well: no block of the last line replaces them.
+        be evicted yet count as well, but for those that are kept: no block of the last line
+        replaces them.
         """
-        return count if line != LAST else min(count, num_taken + count - max(0, num_others))
+        if line != LAST:
+            return count
+        return count - max(0, self.num_in(DUPLICATES) + self.num_in(OTHERS) - num_kept)
 
     def _walk(self, walk: "_Walk", count: int) -> list[Block]:
         """Take the next blocks out of their parts, `count` of them at most."""
-        num_others = self.num_in(DUPLICATES) + self.num_in(OTHERS)
-        if not walk.takes_kept:
-            num_others -= self.floors.kept_from(walk.tenant).num_unpinned
-        taken = list[Block]()
+        num_kept = 0 if walk.takes_kept else self.floors.kept_from(walk.tenant).num_unpinned
+        taken: list[Block] = []
         for line in LINES:
-            most = self._most_in(line, count, num_others, len(taken))
+            most = self._most_in(line, count, num_kept)
             while len(taken) < most:
                 block = self._pop_due(line, walk)
                 if block is None:
@@ -301,16 +301,17 @@ class FreeList:
 
     def _walk_plain(self, count: int, most_looks: int) -> list[Block]:
         """Take the next blocks as `_walk` does, but faster, where no tenant has a floor."""
-        clean, taken = self._clean, list[Block]()
-        num_others = self.num_in(DUPLICATES) + self.num_in(OTHERS)
+        clean = self._clean
+        taken: list[Block] = []
         for line in LINES:
-            most, end = self._most_in(line, count, num_others, len(taken)), (line + 1) * _LINE
+            if len(taken) == count:
+                break
+            most, end = self._most_in(line, count), (line + 1) * _LINE
             while len(taken) < most and (rank := clean.first_rank) is not None and rank < end:
                 taken.append(block := clean.pop())
                 self._num_due[block.rank // _LINE] -= 1
-            while most > len(taken) and (
-                young := self._take_young(line, min(most - len(taken), most_looks))
-            ):
+            while self.young[line] and (num := min(most - len(taken), most_looks)) > 0:
+                young = self._take_young(line, num)
                 most_looks -= len(young)
                 for block in young:
                     if block.is_clean and not block.pin_count:
@@ -379,7 +380,9 @@ class FreeList:
         older ones wait: with fewer evictions, it would not have been the turn of the others either.
         """
         waiting = self._dirty[OTHERS]
-        ranks = [each.rank for each in blocks if self.line_of(each) == OTHERS] if waiting else []
+        if not waiting:
+            return
+        ranks = [each.rank for each in blocks if self.line_of(each) == OTHERS]
         self._last_evicted = max([self._last_evicted, *ranks])
         for _ in ranks:
             block = next(iter(waiting), None)
@@ -409,7 +412,7 @@ class FreeList:
 
     def look_ahead(self, num_ahead: int, most_looks: int = sys.maxsize) -> list[Block]:
         """Have `num_ahead` blocks be due, besides kept ones; return the new ones."""
-        due = list[Block]()
+        due: list[Block] = []
         for line in LINES:
             num_ahead -= self._num_due[line]
             young = self._take_young(line, max(0, min(num_ahead, most_looks)))
@@ -426,7 +429,7 @@ class FreeList:
             num_ahead: how many due blocks shall be clean afterwards, or be read by a copy.
             at_most: how many blocks to return at most.
         """
-        found = list[Block]()
+        found: list[Block] = []
         for line, parts in enumerate(self._waiting_in):
             num_ahead -= self._num_due[line] - sum(map(len, parts))
             some = [*islice(chain(*parts), max(0, min(num_ahead, at_most - len(found))))]

@@ -21,7 +21,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Generic, Protocol, TypeVar
 
 from tieredkv.cache.block import Block
@@ -133,9 +133,11 @@ class Lru:
         return iter(self._blocks)
 
     def take(self, count: int) -> list[Block]:
-        """Remove the oldest blocks."""
-        pop = self._blocks.popitem
-        return [pop(False)[0] for _ in range(min(count, len(self._blocks)))]
+        """Remove the blocks that go first."""
+        blocks = [*islice(self, count)]
+        for block in blocks:
+            del self._blocks[block]
+        return blocks
 
     def put_back(self, block: Block) -> None:
         """Take a block in as the oldest."""
@@ -148,11 +150,6 @@ class Mru(Lru):
 
     def __iter__(self) -> Iterator[Block]:
         return reversed(self._blocks)
-
-    def take(self, count: int) -> list[Block]:
-        """Remove the youngest blocks."""
-        pop = self._blocks.popitem
-        return [pop()[0] for _ in range(min(count, len(self._blocks)))]
 
     def put_back(self, block: Block) -> None:
         """Take a block in as the youngest."""

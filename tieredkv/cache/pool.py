@@ -12,13 +12,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
-from tieredkv.cache.block import Block, Content
+from tieredkv.cache.block import Block, Content, clear
 from tieredkv.cache.free_list import DUPLICATES, LAST, OTHERS, FreeList
 from tieredkv.errors import IntegrityError
 from tieredkv.types import BlockHash
-
-Evicted = list[tuple[BlockHash, Block]]
-"""Blocks that were evicted, each with the hash that it has lost."""
 
 
 class Taken(NamedTuple):
@@ -26,12 +23,12 @@ class Taken(NamedTuple):
 
     Attributes:
         blocks: with ref_count 1 and no hash; None, with nothing changed, if there are too few.
-        evicted: those of them that held content.
+        evicted: the hashes of the content that they held, in this order; empty blocks come first.
         num_kept: how many other free blocks the floors of others keep from the asking tenant.
     """
 
     blocks: list[Block] | None
-    evicted: Evicted
+    evicted: list[BlockHash]
     num_kept: int
 
 
@@ -212,20 +209,19 @@ class BlockPool:
             takes_kept=takes_kept or tenant is None,
             is_partial=is_partial,
         )
-        num_kept = self._free.floors.kept_from(tenant).num_all if self._free.floors else 0
+        num_kept = self._free.floors.kept_from(tenant).num_all
         if num_empty + len(victims) < count and not is_partial:
             return Taken(None, [], num_kept)
         taken = [self._empty.popleft() for _ in range(num_empty)]
         evicted = self._unindex(victims)
-        for block in victims:
-            block.clear()
+        clear(victims)
         taken += victims
         for block in taken:
             block.ref_count = 1
         return Taken(taken, evicted, num_kept)
 
-    def evict_clean(self) -> Evicted:
-        """Evict all blocks that nobody uses and that can be evicted now; return them."""
+    def evict_clean(self) -> list[BlockHash]:
+        """Evict all blocks that nobody uses and that can be evicted now; return their hashes."""
         victims = self._free.take(
             self.num_evictable, None, takes_kept=True, is_partial=True, makes_late=False
         )
@@ -277,13 +273,14 @@ class BlockPool:
 
     def acquire(self, blocks: Iterable[Block]) -> list[Block]:
         """Add a user to blocks that are in the index or in use; return those that were due."""
-        free = list[Block]()
+        free: list[Block] = []
         for block in blocks:
             if not block.ref_count:
                 free.append(block)
             block.ref_count += 1
         due = [block for block in free if block.rank]
-        self._free.remove(free)
+        if free:
+            self._free.remove(free)
         return due
 
     def find(self, hashes: Iterable[BlockHash | None]) -> list[Block | None]:
@@ -305,7 +302,7 @@ class BlockPool:
             blocks: with users.
             after: the last step that may have used their memory for this user; 0 if none did.
         """
-        rest = list[Block]()
+        rest: list[Block] = []
         is_plain = not (self._free.floors.by_tenant or self.pinned or self.prefetched)
         doubles, others, _ = self._free.young
         add_double, add_other = doubles.add, others.add
@@ -388,9 +385,10 @@ class BlockPool:
         """Make a chain's evictable blocks the youngest; its head, given first, is the last."""
         blocks = self.find(dict.fromkeys(hashes))  # a block may be named twice
         found = [block for block in blocks if block is not None and not block.ref_count]
-        found.reverse()
-        self._free.remove(found)
-        self._append(found)
+        if found:
+            found.reverse()
+            self._free.remove(found)
+            self._append(found)
 
     def drop(self, block_hash: BlockHash) -> Block | None:
         """Forget a hash; a block in use is freed when its last user releases it."""
@@ -439,8 +437,7 @@ class BlockPool:
         free = [block for block in blocks if block.block_hash is not None]
         if len(free) < len(blocks):
             empty = [it for it in blocks if it.block_hash is None and not it.pin_count]
-            for block in empty:  # `unpin` puts the others there
-                block.clear()
+            clear(empty)  # `unpin` puts the others there
             self._empty.extend(empty)
             if not free:
                 return
@@ -461,20 +458,21 @@ class BlockPool:
         )
         return dict.fromkeys(islice(wanted, max(0, self.most_pinned - self.num_pinned)))
 
-    def _unindex(self, blocks: Iterable[Block]) -> Evicted:
-        """Take blocks out of the index; return those that had a hash, each with it."""
-        evicted, index, floors = Evicted(), self._index, self._free.floors
+    def _unindex(self, blocks: Iterable[Block]) -> list[BlockHash]:
+        """Take blocks out of the index; return the hashes of those that had one."""
+        evicted: list[BlockHash] = []
+        index, floors, changes = self._index, self._free.floors, self.changes
+        is_counting = bool(floors.by_tenant)
         for block in blocks:
-            if (block_hash := block.block_hash) is not None:
-                del index[block_hash]
-                block.block_hash = block.place = None
-                evicted.append((block_hash, block))
-        if floors.by_tenant:
-            for _, block in evicted:
+            if (block_hash := block.block_hash) is None:
+                continue
+            del index[block_hash]
+            block.block_hash = block.place = None
+            evicted.append(block_hash)
+            if is_counting:
                 floors.change(block.tenant).num_hashed -= 1
-        if self.changes is not None:
-            self.changes += [
-                PoolChange(self, block_hash, is_there=False, was_ready=block.is_ready)
-                for block_hash, block in evicted
-            ]
+            if changes is not None:
+                changes.append(
+                    PoolChange(self, block_hash, is_there=False, was_ready=block.is_ready)
+                )
         return evicted

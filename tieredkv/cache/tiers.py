@@ -13,7 +13,7 @@ from tieredkv.cache.counters import CacheCounters
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.disk_link import DiskLink
 from tieredkv.cache.events import BlockEvents
-from tieredkv.cache.pool import BlockPool, Evicted
+from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.presence import Presence
 from tieredkv.cache.settings import CacheSettings
 from tieredkv.cache.shares import Shares
@@ -316,13 +316,13 @@ class Tiers:
         elif (block := self.device.lookup(block_hash)) is not None:
             self.device.put_clean(block, self.is_device_clean(block_hash))
 
-    def _note_evicted(self, tier: Tier, evicted: Evicted) -> None:
+    def _note_evicted(self, tier: Tier, evicted: Iterable[BlockHash]) -> None:
         """Count copies that were evicted for room; forget blocks that have left RAM with them.
 
         This is the only place where a block that was promised to the disk can be lost while the
         engine runs: every other way out of RAM is an expiry or an operator's eviction.
         """
-        for block_hash, _ in evicted:
+        for block_hash in evicted:
             self.counters.evictions[f"{tier},capacity"] += 1
             self._note_left(tier, block_hash)
             entry = self.catalog.get(block_hash)

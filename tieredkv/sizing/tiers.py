@@ -233,7 +233,7 @@ class SimulatedTiers:
         """Allocate blocks of VRAM; `_move_down` has to move on what they held."""
         taken = self.device.allocate(count)
         assert taken.blocks is not None, "VRAM has no room for one request"
-        self._off_device += [block_hash for block_hash, _ in taken.evicted]
+        self._off_device += taken.evicted
         return taken.blocks
 
     def _find(
@@ -407,7 +407,7 @@ class SimulatedTiers:
         assert host is not None
         taken = host.allocate(len(hashes), is_partial=True)
         pages = taken.blocks or []
-        self._leave_host([block_hash for block_hash, _ in taken.evicted])
+        self._leave_host(taken.evicted)
         host.insert_filled(pages, hashes[: len(pages)])
         host.release(pages)
         self.moved["device_host"] += len(pages)
