@@ -181,9 +181,7 @@ class SimulatedTiers:
             device.acquire(cast("list[Block]", table))
         found = [each for each, source in zip(hashes, sources, strict=True) if source is not None]
         self._note_use(hashes, found, claims)
-        if self.host is not None and self.host.num_cached:
-            for page in filter(None, self.host.find(found)):
-                page.is_double = True
+        if self.host is not None:
             self.host.touch(found)
         device.release(cast("list[Block]", table)[::-1])
         if self._num_beside:
@@ -209,7 +207,7 @@ class SimulatedTiers:
         """
         device, host = self.device, self.host
         pages, on_disk = self._find(hashes, missing, sources, claims)
-        lost = self._read([(i, self._lives[hashes[i]]) for i in on_disk]) if on_disk else []
+        lost = self._read(hashes, on_disk) if on_disk else []
         if lost:
             self._find(hashes, lost, sources, claims)  # they are computed
         num_read = len(on_disk) - len(lost)
@@ -354,9 +352,7 @@ class SimulatedTiers:
             self._leave_ram(barred)
             absent = entering
         for first in range(0, len(absent), host.num_blocks):
-            fitting = absent[first : first + host.num_blocks]
-            num_copied = self._copy_down(fitting)
-            self._leave_ram(map(lives.__getitem__, fitting[num_copied:]))
+            self._copy_down(absent[first : first + host.num_blocks])
 
     def _leave_host(self, evicted: list[BlockHash]) -> None:
         """Keep what host memory has evicted on disk, unless VRAM has it."""
@@ -378,7 +374,8 @@ class SimulatedTiers:
                 continue
             self._owed.pop(life.block_hash, None)
             (storing if life.expires_at > now else lost).append(life)
-        self._forget(lost)
+        if lost:
+            self._forget(lost)
         if storing:
             self._store(storing)
 
@@ -401,36 +398,35 @@ class SimulatedTiers:
             self.moved["device_host"] += len(absent)
         self._store(some)
 
-    def _copy_down(self, hashes: Hashes) -> int:
-        """Copy blocks to pages as far as there are pages; return how many were copied."""
+    def _copy_down(self, hashes: Hashes) -> None:
+        """Copy blocks to pages, of which none is in use."""
         host = self.host
         assert host is not None
-        taken = host.allocate(len(hashes), is_partial=True)
-        pages = taken.blocks or []
-        self._leave_host(taken.evicted)
-        host.insert_filled(pages, hashes[: len(pages)])
+        pages, evicted, _ = host.allocate(len(hashes))
+        assert pages is not None, "host memory has no room for what it can hold"
+        self._leave_host(evicted)
+        host.insert_filled(pages, hashes)
         host.release(pages)
         self.moved["device_host"] += len(pages)
-        return len(pages)
 
     # The disk
 
-    def _read(self, some: Sequence[tuple[int, Life]]) -> list[int]:
-        """Read blocks, each with its index, from disk; return the indices of those it lacks."""
+    def _read(self, hashes: Hashes, indices: Sequence[int]) -> list[int]:
+        """Read blocks from disk by their indices; return the indices of those that it lacks."""
         assert self.disk is not None
-        lives = [life for _, life in some]
-        self.disk.load([_lent(page, life) for page, life in enumerate(lives)])
+        lives = [self._lives[hashes[i]] for i in indices]
+        self.disk.load(_lent(lives, [None] * len(lives)))
         lost = self._hear(lives)
         for page in lost:
             lives[page].is_on_disk = False
-        return [some[page][0] for page in lost]
+        return [indices[page] for page in lost]
 
     def _store(self, some: Sequence[Life]) -> None:
         """Store blocks on disk; what it does not take and no other tier has is forgotten."""
         assert self.disk is not None
-        lent: list[Lent] = []
-        of = life = None
-        for page, each in enumerate(some):
+        stored: list[BlockLife] = []
+        of: Life | None = None
+        for each in some:
             if (  # blocks of one request share it
                 of is None
                 or each.last_used != of.last_used
@@ -444,8 +440,8 @@ class SimulatedTiers:
                     expires_at=each.expires_at,
                     last_used=each.last_used,
                 )
-            lent.append(_lent(page, each, life))
-        self.disk.store(lent)
+            stored.append(life)
+        self.disk.store(_lent(some, stored))
         refused = [some[page] for page in self._hear(some)]
         self._forget([life for life in refused if not self._is_in_ram(life.block_hash)])
 
@@ -463,12 +459,15 @@ class SimulatedTiers:
         failed: list[int] = []
         events, expired, num_others = self.disk.poll(), self._expired, 0
         for event in events:
-            if isinstance(event, Stored) and not event.reason:
+            if isinstance(event, Stored):
+                if event.reason:
+                    failed.append(event.page_id)
+                    continue
                 life = on_loan[event.page_id]
                 life.is_on_disk = True
                 if expired:
                     expired.pop(life.block_hash, None)
-            elif isinstance(event, Stored | Loaded):
+            elif isinstance(event, Loaded):
                 if event.reason:
                     failed.append(event.page_id)
             else:
@@ -568,15 +567,18 @@ class SimulatedTiers:
                     raise IntegrityError(f"block {block.block_hash!r} is in a tier without a life")
 
 
-def _lent(page: int, life: Life, stored: BlockLife | None = None) -> Lent:
-    """Return a page for a block; a trace tells no more of a block than its hash and its place."""
-    return Lent(
-        page_id=page,
-        block_hash=life.block_hash,
-        root=b"",
-        parent_hash=b"",
-        position=life.position,
-        namespace=b"",
-        size_bytes=1,
-        life=stored,
-    )
+def _lent(some: Sequence[Life], stored: Sequence[BlockLife | None]) -> list[Lent]:
+    """Return pages for blocks; a trace tells no more of a block than its hash and its place."""
+    return [
+        Lent(
+            page_id=page,
+            block_hash=life.block_hash,
+            root=b"",
+            parent_hash=b"",
+            position=life.position,
+            namespace=b"",
+            size_bytes=1,
+            life=each,
+        )
+        for page, (life, each) in enumerate(zip(some, stored, strict=True))
+    ]
