@@ -15,7 +15,7 @@ import time
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
 from tieredkv.cache.requests import Admission, RequestProgress, TieredCache
@@ -107,7 +107,7 @@ class Scheduler:
         self._most_beside = max(1, int(budget * BESIDE_BRIEF))
         self._quick = QuickTenants()
         self._table_keys = itertools.count(1)
-        self._makes_room = True
+        self._may_preempt = True  # as `schedule` was told
         self._refused: Request | None = None
         self._prepared_at: tuple[int, ...] = ()
         self._num_hashed_tokens = 0  # since the last step; negative if that admitted none
@@ -125,7 +125,7 @@ class Scheduler:
         if request.is_running:
             self._stop_running(request)
             self.waiting.end(request)
-            if not self._is_long(request):
+            if self._is_quick(request):
                 self._quick.note_ended(request.asked.tenant)
         else:
             self.waiting.remove(request)
@@ -149,60 +149,59 @@ class Scheduler:
                 pending. If this prevents a preemption, `is_short` is set until the next call. If it
                 is not set, room for queued requests is left to `make_room`.
         """
-        self.is_short, self._makes_room = False, may_preempt
+        self.is_short, self._may_preempt = False, may_preempt
         # Long chunks are computed a little faster, and no other request waits for their end.
         # While blocks are being loaded, what to compute next should be decided more often.
         is_alone = len(self.running) + len(self.waiting) == 1 and not self.cache.is_recalling
         budget = self.max_num_alone_tokens if is_alone else self.max_num_batched_tokens
-        step, has_room = StepPlan(self.cache, self.block_size), True
-        order = sorted(self.running, key=self._rank)
+        step, order = StepPlan(self.cache, self.block_size), sorted(self.running, key=self._rank)
         if self.cache.is_recalling:
             self._plan()
         num_decodes = bisect_left(order, True, key=lambda r: r.is_prefilling)
-        busy = {each.asked.tenant for each in order[num_decodes:] if self._is_long(each)}
+        decodes, prefills = order[:num_decodes], order[num_decodes:]
+        busy = {each.asked.tenant for each in prefills if not self._is_quick(each)}
         tenants = busy | self.waiting.tenants
         if busy and busy < tenants:
-            self._admit(step, self._short_step, busy)
-        was_held = bool(self.held_until)
+            self._admit(step, self._short_step, busy=busy)
+        was_held, has_brief = bool(self.held_until), False
+        may_put_off, self._has_put_off = not self._has_put_off, False
         self._quick.look(tenants, has_come=bool(step.rows))
+        comes_first = self._is_quick if self.has_short_steps else self._is_brief
+        others = [*itertools.filterfalse(comes_first, prefills)]
         if self.has_short_steps:
             quarters = (3 if was_held else 1) if step.rows else 4
             budget = -(-self._short_step * quarters // 4)
-            order[num_decodes:] = sorted(order[num_decodes:], key=self._is_long)
-        elif not (self.held_until or all(map(self._is_brief, order[num_decodes:]))):
-            self._admit(step, self._most_brief, set(), only_brief=True)
-            budget -= step.num_tokens
-        has_brief = not self.has_short_steps and (
-            bool(step.rows) or any(map(self._comes_soon, self.running))
-        )
+        else:
+            if others:
+                self._admit(step, self._most_brief, only_brief=True)
+                budget -= step.num_tokens
+            has_brief = bool(step.rows) or any(map(self._comes_soon, self.running))
+        budget = self._add_rows(step, [*decodes, *filter(comes_first, prefills)], budget)
         if self.held_until:
-            order = [each for each in order if not (each.is_prefilling and self._is_long(each))]
-        may_put_off, self._has_put_off = not self._has_put_off, False
-        for request in order:
+            budget = 0
+        elif has_brief and others and budget > 0:
+            # So far, all rows with tokens of prompts are those of brief requests.
+            self._has_put_off = may_put_off and step.has_prefills
+            budget = 0 if self._has_put_off else min(budget, self._most_beside)
+        budget = self._add_rows(step, others, budget)
+        is_late = bool(step.rows) and self._num_hashed_tokens >= MAX_ADMITTED_TOKENS
+        self._num_hashed_tokens = -sys.maxsize if is_late else 0
+        if not (step.lacks_room or is_late):
+            self._admit(step, budget)
+        return step.rows
+
+    def _add_rows(self, step: StepPlan, requests: list[Request], budget: int) -> int:
+        """Add the rows of running requests as far as a budget goes; return what is left of it."""
+        for request in requests:
             if budget <= 0:
                 break
-            if has_brief and not self._is_brief(request):
-                budget = min(budget, self._most_beside)
-                # So far, all rows with tokens of prompts are those of brief requests.
-                if may_put_off and step.has_prefills:
-                    self._has_put_off = True
-                    break
-                may_put_off = False
-            is_preempted = not request.is_running  # by an earlier one of this loop
-            if is_preempted or request.is_long_enough:
-                continue
-            refusal = self._extend(request, step, may_preempt)
-            if refusal is not None:
-                has_room = has_room and refusal.is_kept  # for others
+            is_preempted = not request.is_running  # by an earlier one of the step
+            if is_preempted or request.is_long_enough or not self._extend(request, step):
                 continue
             num_added = step.add(request, budget)
             # A decode does not count against the budget, so that chunks beside it stay whole.
             budget -= num_added if num_added > 1 else 0
-        is_late = step.rows and self._num_hashed_tokens >= MAX_ADMITTED_TOKENS
-        self._num_hashed_tokens = -sys.maxsize if is_late else 0
-        if has_room and not (is_late or self.held_until or self._has_put_off):
-            self._admit(step, budget, set())
-        return step.rows
+        return budget
 
     def make_room(self) -> bool:
         """Make room for the request that `schedule` has refused, while the device computes.
@@ -291,27 +290,25 @@ class Scheduler:
         if sorted(indices) != list(range(self.max_num_seqs)):
             raise IntegrityError("a request index is missing or used twice")
 
-    def _extend(self, request: Request, step: StepPlan, may_preempt: bool) -> Admission | None:
+    def _extend(self, request: Request, step: StepPlan) -> bool:
         """Extend a request's table to its tokens; preempt other requests if no block is free.
 
         Returns:
-            None if it has room, else why it has none.
+            Whether it has room.
         """
         num_blocks = -(-request.num_tokens // self.block_size)
         while len(request.chain.blocks) < num_blocks:
             found = self.cache.extend(request.chain, is_alone=len(self.running) == 1)
             if found:
                 continue
-            if found.is_coming:
-                return found
-            if not may_preempt:
-                self.is_short = True
-                return found
-            victim = self._victim()
+            is_preempting = self._may_preempt and not found.is_coming
+            victim = self._victim() if is_preempting else request
             if victim is request or step.has(victim):
-                return found
+                self.is_short |= not (self._may_preempt or found.is_coming)
+                step.lacks_room |= not found.is_kept
+                return False
             self._preempt(victim)
-        return None
+        return True
 
     def _plan(self) -> None:
         """Have the cache plan what to load for the requests that have prompts to compute."""
@@ -326,7 +323,7 @@ class Scheduler:
         self.cache.plan([*running, *queued], busy_s=self.busy_s, num_read_beside=num_read)
 
     def _admit(
-        self, step: StepPlan, budget: int, busy: set[str], *, only_brief: bool = False
+        self, step: StepPlan, budget: int, *, busy: Set[str] = frozenset(), only_brief: bool = False
     ) -> None:
         """Admit and schedule requests in order, until it is the turn of a busy tenant.
 
@@ -334,9 +331,12 @@ class Scheduler:
         each running request, since those are scheduled later.
         """
         num_admitted_tokens, is_ahead = 0, bool(busy) or only_brief
-        while self.waiting and len(self.running) < self.max_num_seqs and budget > 0:
-            if num_admitted_tokens >= MAX_ADMITTED_TOKENS:
-                break
+        while (
+            self.waiting
+            and len(self.running) < self.max_num_seqs
+            and budget > 0
+            and num_admitted_tokens < MAX_ADMITTED_TOKENS
+        ):
             request, *others = self.waiting.upcoming()
             num_free = self.cache.num_free
             if request.asked.tenant in busy or not self.cache.is_settled(request.chain):
@@ -345,8 +345,7 @@ class Scheduler:
                 break
             if only_brief and self.waiting.num_to_compute(request) > self._most_brief:
                 break
-            found = self._try(request, is_alone=not self.running)
-            if not found:
+            if not (found := self._try(request)):
                 if only_brief or not self.running or found.is_coming:
                     break
                 passing = next((r for r in others if self._num_blocks(r) <= num_free), None)
@@ -354,28 +353,33 @@ class Scheduler:
                     break
                 request = passing
             num_admitted_tokens += request.num_tokens
-            num_cached = self.block_size * request.chain.num_expected
-            request.num_uncached_tokens = max(1, request.num_tokens - num_cached)
-            if not self._is_long(request):
-                self._quick.note_admitted(request.asked.tenant)
-            self.waiting.take(request)
-            request.request_index = self._free_indices.pop()
-            request.admitted_at = request.admitted_at or time.monotonic()
-            request.table_key = next(self._table_keys)
-            self.running.append(request)
-            if self.cache.is_recalling:
-                self._plan()
-            else:
-                self._is_unplanned = True
+            self._begin(request)
             budget -= step.add(request, budget)
 
-    def _try(self, request: Request, *, is_alone: bool = False) -> Admission:
+    def _try(self, request: Request) -> Admission:
         """Admit a request, with blocks for its next token too, if there is room."""
-        chain, num_blocks, makes_room = request.chain, self._num_blocks(request), self._makes_room
+        chain, num_blocks, makes_room = request.chain, self._num_blocks(request), self._may_preempt
+        is_alone = not self.running
         found = self.cache.admit(chain, num_blocks, is_alone=is_alone, makes_room=makes_room)
         if found.is_coming and not makes_room:
             self._refused = request
         return found
+
+    def _begin(self, request: Request) -> None:
+        """Have a request run that holds its blocks."""
+        num_cached = self.block_size * request.chain.num_expected
+        request.num_uncached_tokens = max(1, request.num_tokens - num_cached)
+        if self._is_quick(request):
+            self._quick.note_admitted(request.asked.tenant)
+        self.waiting.take(request)
+        request.request_index = self._free_indices.pop()
+        request.admitted_at = request.admitted_at or time.monotonic()
+        request.table_key = next(self._table_keys)
+        self.running.append(request)
+        if self.cache.is_recalling:
+            self._plan()
+        else:
+            self._is_unplanned = True
 
     def _rank(self, request: Request) -> tuple[bool, float]:
         """Sort running requests in the order of service; of others the first one comes first.
@@ -399,9 +403,9 @@ class Scheduler:
         num_left = request.num_tokens - request.num_computed_tokens
         return min(request.num_uncached_tokens, num_left)
 
-    def _is_long(self, request: Request) -> bool:
-        """Whether a request is not quick; see `SHORT_STEP`."""
-        return request.num_uncached_tokens > self._short_step
+    def _is_quick(self, request: Request) -> bool:
+        """Whether a request is quick; see `SHORT_STEP`."""
+        return request.num_uncached_tokens <= self._short_step
 
     def _num_blocks(self, request: Request) -> int:
         most_tokens = request.num_prompt_tokens + request.max_output_tokens - 1  # not the last

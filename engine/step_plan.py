@@ -47,11 +47,13 @@ class StepPlan:
 
     Attributes:
         rows: of the step.
+        lacks_room: whether a running request has no room that no floor keeps from it.
     """
 
     def __init__(self, cache: TieredCache, block_size: int) -> None:
         self._cache, self._block_size = cache, block_size
         self.rows: list[ScheduledRow] = []
+        self.lacks_room = False
         self._claimed: set[int] = set()  # ids of blocks that rows compute
         self._is_scored = False  # whether it has its one row whose tokens all have logits
 

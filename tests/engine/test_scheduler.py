@@ -630,7 +630,7 @@ def test_only_a_brief_request_has_longer_ones_left_out(monkeypatch: pytest.Monke
         loop.add(f"long {index}", 60 + 400 * index, seed=1 + index)
         loop.step()
     loop.add("long 2", 400, seed=3)
-    loop.scheduler._admit(StepPlan(loop.rig.cache, SIZE), 1, set())
+    loop.scheduler._admit(StepPlan(loop.rig.cache, SIZE), 1)
     # A brief request waits for blocks, and so do the longer ones, behind their next block.
     monkeypatch.setattr(Scheduler, "_comes_soon", lambda *_: True)
     monkeypatch.setattr(loop.rig.cache, "first_loaded", lambda _prefix, first, _end: first + 1)
