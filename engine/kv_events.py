@@ -77,26 +77,28 @@ def seq_frame(seq: int) -> bytes:
 
 def events_of(changes: Iterable[Change], block_size: int) -> Iterator[BlockStored | BlockRemoved]:
     """Yield the events that tell of changes, in their order; neighbours of a kind share one."""
-    stored: BlockStored | None = None  # the last event, if it is one
-    removed: BlockRemoved | None = None
+    last: BlockStored | BlockRemoved | None = None
     for tier, block_hash, content in changes:
         medium = MEDIA[tier]
+        event: BlockStored | BlockRemoved
         if content is None:
-            if removed is not None and removed.medium == medium:
-                removed.block_hashes.append(block_hash)
+            if isinstance(last, BlockRemoved) and last.medium == medium:
+                last.block_hashes.append(block_hash)
                 continue
-            if last := stored or removed:
-                yield last
-            stored, removed = None, BlockRemoved([block_hash], medium)
-            continue
-        parent, tokens = content.parent_hash, array("I", content.token_ids).tolist()
-        if stored and stored.medium == medium and stored.block_hashes[-1] == parent:
-            stored.block_hashes.append(block_hash)
-            stored.token_ids += tokens
-            continue
-        if last := stored or removed:
+            event = BlockRemoved([block_hash], medium)
+        else:
+            parent, tokens = content.parent_hash, array("I", content.token_ids).tolist()
+            if (
+                isinstance(last, BlockStored)
+                and last.medium == medium
+                and last.block_hashes[-1] == parent
+            ):
+                last.block_hashes.append(block_hash)
+                last.token_ids += tokens
+                continue
+            event = BlockStored([block_hash], parent, tokens, block_size, None, medium, None)
+        if last is not None:
             yield last
-        removed = None
-        stored = BlockStored([block_hash], parent, tokens, block_size, None, medium, None)
-    if last := stored or removed:
+        last = event
+    if last is not None:
         yield last
