@@ -288,16 +288,11 @@ def _fill_s(matcher: Matcher, masks: Tensor, index: int) -> float:
 
 def _leave_for_later(row: Words, token_ids: Collection[int]) -> None:
     """Take tokens out of a mask, unless nothing would be left."""
-    before, others = row.copy(), np.zeros_like(row)
-    _set_bits(others, token_ids)
-    row &= ~others
+    before = row.copy()
+    for token_id in token_ids:
+        row[token_id // 32] &= ~np.uint32(1 << token_id % 32)
     if not row.any():
         row[:] = before
-
-
-def _set_bits(row: Words, token_ids: Collection[int]) -> None:
-    for token_id in token_ids:
-        row[token_id // 32] |= np.uint32(1 << token_id % 32)
 
 
 @functools.cache
