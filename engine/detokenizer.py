@@ -25,7 +25,6 @@ class Detokenizer:
         tokenizer: gives the tokens their text.
         stop: the stop strings.
         min_tokens: stop strings count only from this number of tokens on.
-        shows_special: special tokens are part of the text.
         left_out: ids of the tokens that are no part of the text; by default all special ones.
         before: ids of the tokens whose text this text continues, if it begins none of its own. They
             decide whether it begins with a space.
@@ -41,14 +40,12 @@ class Detokenizer:
         *,
         stop: Sequence[str] = (),
         min_tokens: int = 0,
-        shows_special: bool = False,
         left_out: Collection[int] | None = None,
         before: Sequence[int] = (),
     ) -> None:
         self.text = ""
         self.stopped_by: str | None = None
-        skips = not shows_special and left_out is None
-        self._decode = _decoder(tokenizer, skip_special_tokens=skips)
+        self._decode = _decoder(tokenizer, skip_special_tokens=left_out is None)
         self._left_out = left_out or ()
         self._decode_all = _decoder(tokenizer, skip_special_tokens=False)
         self._stop = tuple(stop)

@@ -279,7 +279,7 @@ class Tokenization:
 
         A token that begins within a character begins where the character does.
         """
-        detokenizer = Detokenizer(self.tokenizer, shows_special=True)
+        detokenizer = Detokenizer(self.tokenizer, left_out=())
         lengths = []
         for token_id in token_ids:
             self._cancellation.check()
