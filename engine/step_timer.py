@@ -85,11 +85,6 @@ class StepTimer:
         self._began_at = self._called_at = 0.0
         self._issue_s: dict[int, float] = {}  # by the octave of the number of tokens
 
-    @property
-    def num_pending(self) -> int:
-        """Steps that were issued and have not ended, as of the last `poll`."""
-        return len(self._steps)
-
     def begin(self) -> None:
         """Note that a step is about to be issued."""
         self._called_at = time.monotonic()
