@@ -220,7 +220,7 @@ class EngineCore:
     def _issue(self) -> None:
         """Issue the next step; while the device computes it, take in the tokens of the last one."""
         rows = self._launched.rows if self._launched is not None else ()
-        must_see = any(row.request.sampler.needs_history for row in rows)
+        must_see = any(request.sampler.needs_history for request, _ in rows)
         if must_see or self.scheduler.is_short:  # else it runs ahead
             self._collect()
         scheduled = self.scheduler.schedule(may_preempt=self._launched is None)
@@ -292,8 +292,8 @@ class EngineCore:
 
     def _launch(self, scheduled: list[ScheduledRow]) -> _Launched | None:
         """Issue a step; while the device computes it, do the work that does not need its tokens."""
-        batch = [row.row for row in scheduled]
-        ending = (row.request.chain for row in scheduled if row.row.needs_logits)
+        batch = [row for _, row in scheduled]
+        ending = (request.chain for request, row in scheduled if row.needs_logits)
         late_event = self.cache.begin_step(
             self._timer.issue_s(batch),
             ending,
@@ -303,10 +303,10 @@ class EngineCore:
         output = self._runner.execute(batch, late_event)
         self.cache.end_step()
         self._timer.end(batch, teaches=late_event is None)
-        rows = [row for row in scheduled if row.row.needs_logits]
-        if any(row.row.all_logits for row in scheduled):
+        rows = [each for each in scheduled if each.row.needs_logits]
+        if any(row.all_logits for row in batch):
             output = score_prompt(scheduled, output)
-        if any(row.request.sampler.is_constrained for row in rows):
+        if any(request.sampler.is_constrained for request, _ in rows):
             # A grammar needs the token before; the device computes this step meanwhile.
             self._complete(scheduled)
             self._collect()
@@ -319,7 +319,7 @@ class EngineCore:
         """Have the device choose the next tokens of the rows that need one."""
         if not rows:
             return None
-        states = [row.request.sampler for row in rows]
+        states = [request.sampler for request, _ in rows]
         sampling = sample(output.logits, states, output.tokens)
         if sampling.token_ids is not output.tokens:
             self._runner.keep_tokens(output, sampling.token_ids)
@@ -329,13 +329,12 @@ class EngineCore:
 
     def _complete(self, scheduled: list[ScheduledRow]) -> None:
         """Do the work on a step that needs none of its tokens."""
-        for row in scheduled:
-            self.scheduler.complete(row)
+        for each in scheduled:
+            self.scheduler.complete(each)
         self.scheduler.predict(self._timer.busy_s)
-        for row in scheduled:
-            request = row.request
-            if row.row.needs_logits and request.usage is None:
-                num_recomputed = int(row.row.write_from > row.start)
+        for request, row in scheduled:
+            if row.needs_logits and request.usage is None:
+                num_recomputed = int(row.write_from > row.start)
                 request.usage = request.measure_usage(
                     self.kv_spec.block_size, num_recomputed, self.cache.why_missed
                 )
@@ -345,10 +344,8 @@ class EngineCore:
         launched, self._launched = self._launched, None
         if launched is None:
             return
-        for index, (row, token) in enumerate(
-            zip(launched.rows, launched.sampling.tokens(), strict=True)
-        ):
-            request = row.request
+        tokens = launched.sampling.tokens()
+        for index, ((request, _), token) in enumerate(zip(launched.rows, tokens, strict=True)):
             if not request.is_running:  # it ended while this token was computed ahead
                 continue
             if self.on_logits is not None and launched.logits is not None:

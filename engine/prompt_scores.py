@@ -11,7 +11,8 @@ from tieredkv.kernels.small_copies import to_device
 def score_prompt(scheduled: list[ScheduledRow], output: StepOutput) -> StepOutput:
     """Score the one prompt that is scored in a step, and return the output of the other rows."""
     index = next(i for i, each in enumerate(scheduled) if each.row.all_logits)
-    request, start, end, _ = scheduled[index]
+    request, row = scheduled[index]
+    start, end = row.start, row.context_len
     first = sum(each.row.needs_logits for each in scheduled[:index])
     last = first + end - start
     logits = output.logits[first:last]

@@ -245,14 +245,14 @@ class Scheduler:
 
     def complete(self, scheduled: ScheduledRow) -> None:
         """Note that a row is computed, and publish the blocks that it has filled."""
-        request, end = scheduled.request, scheduled.end
-        chain = request.chain
-        self.num_computed_tokens += end - scheduled.start
-        first = scheduled.start // self.block_size
+        request, row = scheduled
+        chain, end = request.chain, row.context_len
+        self.num_computed_tokens += len(row.token_ids)
+        first = row.start // self.block_size
         last = min(end // self.block_size, len(chain.hashes))
         self.cache.complete(chain, first, last, has_rest=end % self.block_size > 0)
         request.num_computed_tokens = max(request.num_computed_tokens, end)
-        if scheduled.row.needs_logits:
+        if row.needs_logits:
             request.expect_token()
 
     def seal_full_blocks(self, request: Request) -> None:

@@ -30,11 +30,9 @@ MAX_SCORED_TOKENS = 256
 
 
 class ScheduledRow(NamedTuple):
-    """Tokens `[start, end)` of one request, to be computed in this step."""
+    """A row of the step, and the request whose tokens it computes."""
 
     request: Request
-    start: int
-    end: int
     row: BatchRow
 
 
@@ -60,16 +58,16 @@ class StepPlan:
     @property
     def has_prefills(self) -> bool:
         """Whether a row has tokens of a prompt."""
-        return any(row.request.is_prefilling for row in self.rows)
+        return any(request.is_prefilling for request, _ in self.rows)
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all rows."""
-        return sum(row.end - row.start for row in self.rows)
+        return sum(len(row.token_ids) for _, row in self.rows)
 
     def has(self, request: Request) -> bool:
         """Return whether a request has a row."""
-        return any(row.request is request for row in self.rows)
+        return any(each is request for each, _ in self.rows)
 
     def add(self, request: Request, budget: int) -> int:
         """Add the next stretch of tokens that is neither ready, on its way, nor claimed.
@@ -101,7 +99,7 @@ class StepPlan:
             request_index=request.request_index,
             table_key=request.table_key,
         )
-        self.rows.append(ScheduledRow(request, start, end, row))
+        self.rows.append(ScheduledRow(request, row))
         return end - start
 
     def _skip_ready(self, request: Request) -> int:

@@ -18,6 +18,7 @@ from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import SamplerState
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.engine.scheduler import Scheduler
+from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.engine.step_plan import ScheduledRow, StepPlan
 from tieredkv.hashing import chain_hashes
 from tieredkv.types import BlockHash, BlockRecord, Tier
@@ -82,39 +83,39 @@ class Loop:
         rows = scheduler.schedule(may_preempt=not self.pending)
         scheduler.check()
         self.rig.check()
-        for row in rows:
-            self.compute(row)
-        for row in rows:
-            scheduler.complete(row)
-            if row.row.needs_logits and row.request.usage is None:
-                self.measure_usage(row)
+        for request, row in rows:
+            self.compute(request, row)
+        for each in rows:
+            scheduler.complete(each)
+            if each.row.needs_logits and each.request.usage is None:
+                self.measure_usage(*each)
         scheduler.make_room()
         self.rig.check()
         cache.refresh()
         self.collect()
-        self.pending = [row.request for row in rows if row.row.needs_logits]
+        self.pending = [request for request, row in rows if row.needs_logits]
         cache.pump()
         scheduler.check()
         self.rig.check()
         return rows
 
-    def compute(self, row: ScheduledRow) -> None:
+    def compute(self, request: Request, row: BatchRow) -> None:
         """Write the blocks that a forward pass would write; check those that it would read."""
-        prefix = row.request.chain
-        self.num_computed_tokens += row.end - row.start
+        prefix = request.chain
+        self.num_computed_tokens += len(row.token_ids)
         self.rig.verify(prefix)
         for index, block in enumerate(prefix.blocks[: len(prefix.hashes)]):
             if index < row.start // SIZE:
-                assert block.is_ready, f"{row.request.request_id} attends to what is not there"
-            elif (index + 1) * SIZE <= row.end and row.row.write_from <= row.start:
+                assert block.is_ready, f"{request.request_id} attends to what is not there"
+            elif (index + 1) * SIZE <= row.context_len and row.write_from <= row.start:
                 assert not block.is_ready, "a shared block is written"
                 assert not block.is_copying, "two writers of one block"
                 self.rig.write(block, prefix.hashes[index])
-                self.computed[row.request.request_id].add(prefix.hashes[index])
+                self.computed[request.request_id].add(prefix.hashes[index])
 
-    def measure_usage(self, row: ScheduledRow) -> None:
+    def measure_usage(self, request: Request, row: BatchRow) -> None:
         """Count where a prompt came from; verify that what it computed itself is no hit."""
-        request, num_again = row.request, int(row.row.write_from > row.start)
+        num_again = int(row.write_from > row.start)
         usage = request.measure_usage(SIZE, num_again, self.rig.cache.why_missed)
         num_again += sum(request.overlaps.values())
         chain = request.chain.hashes[: request.num_prompt_tokens // SIZE]
@@ -417,9 +418,9 @@ def test_a_request_alone_gets_longer_chunks_than_one_that_others_wait_beside() -
     limits = {"max_num_batched_tokens": 4 * SIZE, "max_num_alone_tokens": 8 * SIZE}
     loop = Loop(Rig(num_blocks=64, has_store=False), **limits)
     loop.add("a", 20 * SIZE, seed=1)
-    assert [row.end - row.start for row in loop.step()] == [8 * SIZE]
+    assert [len(row.token_ids) for _, row in loop.step()] == [8 * SIZE]
     loop.add("b", 20 * SIZE, seed=2)
-    assert sum(row.end - row.start for row in loop.step()) == 4 * SIZE
+    assert sum(len(row.token_ids) for _, row in loop.step()) == 4 * SIZE
 
 
 def test_prompts_of_a_burst_are_looked_up_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,7 +457,7 @@ def test_a_short_rest_of_a_prompt_goes_with_the_chunk_before_it() -> None:
     ):
         loop = Loop(Rig(num_blocks=512, has_store=False), max_num_batched_tokens=budget)
         loop.add("a", 2 * budget + rest, seed=1)
-        chunks = [row.end - row.start for _ in expected for row in loop.step()]
+        chunks = [len(row.token_ids) for _ in expected for _, row in loop.step()]
         assert chunks == expected
 
 
@@ -503,7 +504,7 @@ def beside_a_flood(monkeypatch: pytest.MonkeyPatch, num_clients: int) -> Loop:
 
 
 def num_tokens_of(rows: list[ScheduledRow]) -> int:
-    return sum(row.end - row.start for row in rows)
+    return sum(len(row.token_ids) for _, row in rows)
 
 
 @pytest.mark.parametrize("num_clients", [1, 12])
@@ -595,7 +596,7 @@ def test_a_tenant_of_cached_prompts_does_not_keep_all_places() -> None:
 
 def sizes_of(rows: list[ScheduledRow]) -> dict[str, int]:
     """Return how many tokens each request computes."""
-    return {row.request.request_id: row.end - row.start for row in rows}
+    return {request.request_id: len(row.token_ids) for request, row in rows}
 
 
 def test_brief_requests_are_computed_beside_a_long_prompt_that_came_first() -> None:

@@ -72,7 +72,7 @@ class Timeline:
         def note_launch(scheduled: Any) -> Any:
             began_at = time.monotonic()
             launched = launch(scheduled)
-            spans = [(row.start, row.end) for row in scheduled]
+            spans = [(row.start, row.context_len) for _, row in scheduled]
             issue_ms = round(1e3 * (time.monotonic() - began_at), 1)
             self._note("issue", began_at, tokens=spans, issue_ms=issue_ms)
             timed.extend(list(timer._steps)[-1:])
