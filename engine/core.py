@@ -113,14 +113,14 @@ class EngineCore:
             self._runner, self._timer, self._rate_file = parts.runner, parts.timer, parts.rate_file
             self._choice, self._max_model_len = parts.choice, parts.max_model_len
             fingerprint = parts.model.fingerprint
-            self._prefixes = Chains(settings, parts.spec, fingerprint, parts.tiers.clock)
-            self.operations = parts.operations
-            self.kv_digests = KVDigests(self._prefixes, self.operations, parts.device_blocks)
+            self._chains = Chains(settings, parts.spec, fingerprint, parts.tiers.clock)
+            self.operations = self.cache.operations
+            self.kv_digests = KVDigests(self._chains, self.operations, parts.device_blocks)
             self.tier_stats = TierStats(
                 self.operations, self.scheduler, self._timer, self._max_model_len
             )
             slices = Slices()
-            prompts = PromptInspections(self.operations, self._prefixes, slices)
+            prompts = PromptInspections(self.operations, self._chains, slices)
             known = known_model(settings, parts.model, parts.spec)
             self.verbs = Verbs(self.operations, self.tier_stats, prompts, known, slices)
             self.verbs.give_shares(settings.tenant_shares)
@@ -160,7 +160,7 @@ class EngineCore:
             prompt_token_ids=packed,
         )
         most_tokens = max(1, min(max_tokens, max_len - len(packed)))
-        request = Request(asked, self._prefixes.make(asked, packed), sampler, most_tokens)
+        request = Request(asked, self._chains.make(asked, packed), sampler, most_tokens)
         self._requests[asked.request_id] = request
         if asked.grammar is None:
             self.scheduler.add(request)
@@ -206,7 +206,9 @@ class EngineCore:
                 self.cache.pump()
             else:
                 self._issue()
-        return self._take_outputs()
+        self.cache.publish()
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def _take_in(self) -> None:
         """Take in what has ended, and find out how soon the next step has to be issued."""
@@ -245,14 +247,15 @@ class EngineCore:
 
     def _wakeup_s(self) -> float:
         """Return in how many seconds there is something to do, if nothing wakes the thread."""
-        cache = self.cache
-        is_early, is_recalling = self._slack_s > 0, cache.is_recalling
-        is_stepping = self._launched is not None or (not self._is_stalled and bool(self._requests))
-        if self.verbs.slices.has_more or (not is_early and (is_stepping or cache.has_more)):
+        cache, is_recalling = self.cache, self.cache.is_recalling
+        if self.verbs.slices.has_more:
             return 0.0
-        if is_early:
+        if self._slack_s > 0:  # no step is due
             polls = is_recalling or cache.has_more or cache.is_copying
             return LINK_POLL_S if polls else min(self._slack_s, PLAN_AGAIN_S)
+        can_step = self._launched is not None or (self._requests and not self._is_stalled)
+        if can_step or cache.has_more:
+            return 0.0
         held_until = self.scheduler.held_until
         held_s = held_until - time.monotonic() if held_until else math.inf
         # A link that stalls sends no event.
@@ -358,7 +361,9 @@ class EngineCore:
             request.append(token.token_id)
             matcher = request.sampler.matcher
             if matcher is not None and matcher.fault:
-                self._fail(request, f"The answer cannot follow its form: {matcher.fault}.")
+                why = f"The answer cannot follow its form: {matcher.fault}."
+                logger.error("request %s: %s", request.request_id, why)
+                self._fail(request, RequestError(why, code="constraint_failed", status=500))
                 continue
             self.scheduler.seal_full_blocks(request)
             finish_reason = self._finish_reason(request, token.token_id)
@@ -377,12 +382,6 @@ class EngineCore:
                 if time.monotonic() - request.touched_at > TOUCH_AGAIN_S:
                     self._touch(request)
                 self._finish(request)
-
-    def _take_outputs(self) -> list[TokenOutput]:
-        """Return the outputs of a step, and publish what it has changed in the tiers."""
-        self.cache.publish()
-        outputs, self._outputs = self._outputs, []
-        return outputs
 
     def _touch(self, request: Request) -> None:
         request.touched_at = time.monotonic()
@@ -404,10 +403,8 @@ class EngineCore:
         else:
             compiling.cancel()
 
-    def _fail(self, request: Request, why: str) -> None:
-        logger.error("request %s: %s", request.request_id, why)
+    def _fail(self, request: Request, error: RequestError) -> None:
         self._finish(request)
-        error = RequestError(why, code="constraint_failed", status=500)
         self._outputs.append(failed(request.request_id, error))
 
     def _make_compiler(self) -> Compiler:
@@ -418,14 +415,14 @@ class EngineCore:
         """Queue the requests whose grammars have been compiled; the others of them fail."""
         ended = [id for id, compiling in self._compiling.items() if compiling.done()]
         for request_id in ended:
-            request, compiling = self._requests[request_id], self._compiling.pop(request_id)
+            request = self._requests[request_id]
             try:
-                request.sampler.matcher = Matcher(compiling.result())
+                request.sampler.matcher = Matcher(self._compiling[request_id].result())
             except Exception as error:  # whatever it is, only this request fails with it
                 if not isinstance(error, RequestError):
                     logger.exception("a grammar could not be compiled")
                     error = RequestError("The grammar could not be compiled.", status=500)
-                del self._requests[request_id]
-                self._outputs.append(failed(request_id, error))
+                self._fail(request, error)
             else:
+                del self._compiling[request_id]
                 self.scheduler.add(request)

@@ -19,14 +19,14 @@ class KVDigests:
     """
 
     def __init__(self, chains: Chains, operations: Operations, device_blocks: Tensor) -> None:
-        self._prefixes, self._operations, self._device_blocks = chains, operations, device_blocks
+        self._chains, self._operations, self._device_blocks = chains, operations, device_blocks
 
     def by_block(self, request: EngineRequest) -> dict[BlockHash, str]:
         """Return the xxh3_128 digests of a prompt's full blocks that are in VRAM, head to tail.
 
         A block is left out while some of its layers are still on their way to VRAM.
         """
-        hashes = self._prefixes.make(request, request.prompt_token_ids).hashes
+        hashes = self._chains.make(request, request.prompt_token_ids).hashes
         return {
             block_hash: xxhash.xxh3_128_hexdigest(self._device_blocks[block_id].cpu().numpy().data)
             for block_hash, block_id in self._operations.vram_blocks(hashes).items()

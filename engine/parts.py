@@ -16,7 +16,6 @@ import torch
 from tieredkv.cache.catalog import Catalog
 from tieredkv.cache.compute_rate import ComputeRate
 from tieredkv.cache.device_link import DeviceLink, time_link
-from tieredkv.cache.operations import Operations
 from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.rate_file import Machine, RateFile, disk_name
 from tieredkv.cache.requests import TieredCache
@@ -64,7 +63,6 @@ class Parts:
         timer: learns how long steps take.
         tiers: where blocks lie.
         cache: the tiers, as requests use them.
-        operations: the tiers, as operators use them.
         scheduler: decides on each step.
         rate_file: keeps what is learnt for the next start; None if no tier keeps it.
     """
@@ -78,7 +76,6 @@ class Parts:
     timer: StepTimer
     tiers: Tiers
     cache: TieredCache
-    operations: Operations
     scheduler: Scheduler
     rate_file: RateFile | None
 
@@ -170,7 +167,6 @@ def build_parts(
         timer=timer,
         tiers=tiers,
         cache=cache,
-        operations=cache.operations,
         scheduler=scheduler,
         rate_file=rate_file,
     )

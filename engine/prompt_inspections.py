@@ -32,7 +32,7 @@ class PromptInspections:
         self.on_prompt: Callable[[Tokenize], object] | None = None
         self._ids = itertools.count(1)
         self._untokenized: dict[int, tuple[Mapping[BlockHash, bytes], Tell]] = {}
-        self._operations, self._prefixes = operations, chains
+        self._operations, self._chains = operations, chains
         self._slices = slices
 
     def begin(self, call: Inspect, roots: Mapping[BlockHash, bytes], tell: Tell) -> object:
@@ -61,9 +61,9 @@ class PromptInspections:
     ) -> Pieces[None]:
         """Ask the disk for the blocks of a prompt, and report once it has answered."""
         token_ids = request.prompt_token_ids
-        chain = yield from self._prefixes.making(request, token_ids)
+        chain = yield from self._chains.making(request, token_ids)
         all_roots = {**roots, **(yield from self._operations.roots())}
-        others = yield from self._prefixes.elsewhere(chain, token_ids, all_roots)
+        others = yield from self._chains.elsewhere(chain, token_ids, all_roots)
 
         def report(on_disk: Mapping[bytes, bytes]) -> Pieces[None]:
             asked = chain, len(token_ids), others, on_disk

@@ -566,7 +566,6 @@ class ModelledCore(EngineCore):
             timer=timer,
             tiers=tiers,
             cache=cache,
-            operations=cache.operations,
             scheduler=make_scheduler(settings, cache, spec.block_size, device_type),
             rate_file=None,
         )
