@@ -54,7 +54,6 @@ MAX_THREADS = 8
 TOO_SLOW = "its grammar takes too long for one token"
 
 Compiled: TypeAlias = "xgrammar.CompiledGrammar"
-Words = npt.NDArray[np.uint32]
 
 
 class Compiler:
@@ -286,7 +285,7 @@ def _fill_s(matcher: Matcher, masks: Tensor, index: int) -> float:
     return time.thread_time() - began_at
 
 
-def _leave_for_later(row: Words, token_ids: Collection[int]) -> None:
+def _leave_for_later(row: npt.NDArray[np.uint32], token_ids: Collection[int]) -> None:
     """Take tokens out of a mask, unless nothing would be left."""
     before = row.copy()
     for token_id in token_ids:
