@@ -223,7 +223,7 @@ class EngineCore:
         """Issue the next step; while the device computes it, take in the tokens of the last one."""
         rows = self._launched.rows if self._launched is not None else ()
         must_see = any(request.sampler.needs_history for request, _ in rows)
-        if must_see or self.scheduler.is_short:  # else it runs ahead
+        if must_see or self.scheduler.wants_preemption:  # else it runs ahead
             self._collect()
         scheduled = self.scheduler.schedule(may_preempt=self._launched is None)
         launched = self._launch(scheduled) if scheduled else None
@@ -233,7 +233,7 @@ class EngineCore:
         self._launched = launched
         self.cache.pump()
         self._is_issued = bool(scheduled)
-        self._is_stalled = not (scheduled or has_room or self.scheduler.is_short)
+        self._is_stalled = not (scheduled or has_room or self.scheduler.wants_preemption)
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a `wake`, for a copy that ends, or for the timeout; return at once if busy."""

@@ -81,7 +81,7 @@ class Scheduler:
     Attributes:
         max_num_batched_tokens: the most prompt tokens of a step.
         max_num_alone_tokens: the same for a step while the engine has only one request.
-        is_short: see `schedule`.
+        wants_preemption: whether the last `schedule` had to do without one; see there.
         busy_s: for how long the device is busy with the steps that were issued.
     """
 
@@ -95,7 +95,7 @@ class Scheduler:
     running: list[Request] = field(default_factory=list)
     num_preemptions: int = 0
     num_computed_tokens: int = 0
-    is_short: bool = False
+    wants_preemption: bool = False
     busy_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -146,10 +146,10 @@ class Scheduler:
 
         Args:
             may_preempt: whether a request may be sent back to the queue; not while a token is
-                pending. If this prevents a preemption, `is_short` is set until the next call. If it
-                is not set, room for queued requests is left to `make_room`.
+                pending. If not, `wants_preemption` is set until the next call if one was needed,
+                and room for queued requests is left to `make_room`.
         """
-        self.is_short, self._may_preempt = False, may_preempt
+        self.wants_preemption, self._may_preempt = False, may_preempt
         # Long chunks are computed a little faster, and no other request waits for their end.
         # While blocks are being loaded, what to compute next should be decided more often.
         is_alone = len(self.running) + len(self.waiting) == 1 and not self.cache.is_recalling
@@ -304,7 +304,7 @@ class Scheduler:
             is_preempting = self._may_preempt and not found.is_coming
             victim = self._victim() if is_preempting else request
             if victim is request or step.has(victim):
-                self.is_short |= not (self._may_preempt or found.is_coming)
+                self.wants_preemption |= not (self._may_preempt or found.is_coming)
                 step.lacks_room |= not found.is_kept
                 return False
             self._preempt(victim)

@@ -85,9 +85,9 @@ class StepPlan:
             end = self._end_before_others(chain, start, end)
         if end <= start:
             return 0
-        first, last = start // self._block_size, self._last_block(chain, end)
-        self._claimed.update(block.block_id for block in chain.blocks[first:last])
         if write_from == start:
+            first, last = start // self._block_size, self._last_block(chain, end)
+            self._claimed.update(block.block_id for block in chain.blocks[first:last])
             self._cache.claim(chain, first, last)
         row = BatchRow(
             token_ids=request.token_ids[start:end],

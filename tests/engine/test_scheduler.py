@@ -78,7 +78,7 @@ class Loop:
         if self.pending:
             scheduler.prepare()
             self.rig.check()
-        if scheduler.is_short:
+        if scheduler.wants_preemption:
             self.collect()
         rows = scheduler.schedule(may_preempt=not self.pending)
         scheduler.check()
