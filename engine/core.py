@@ -369,7 +369,7 @@ class EngineCore:
             finish_reason = self._finish_reason(request, token.token_id)
             logprobs = request.take_scores() if is_first else []
             if token.logprob is not None and request.asked.params.max_tokens:
-                logprobs.append(token.logprob)
+                logprobs.append(token)
             output = TokenOutput(
                 request_id=request.request_id,
                 token_ids=[token.token_id] if request.asked.params.max_tokens else [],

@@ -148,7 +148,8 @@ class RequestUsage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One token's log-probability and its most likely alternatives, most likely first.
 
-    The first token of a prompt follows nothing and has none.
+    `logprob` is None if it was not asked for, and of the first token of a prompt, which follows
+    nothing.
     """
 
     token_id: int

@@ -23,18 +23,6 @@ _MAX_GROUP_NUMEL = 1 << 22
 """Logits that are turned into probabilities at a time: 32 MiB a tensor."""
 
 
-class SampledToken(NamedTuple):
-    """A chosen token.
-
-    Attributes:
-        token_id: the token.
-        logprob: the model's log-probability before any sampling parameter; None if not asked for.
-    """
-
-    token_id: int
-    logprob: TokenLogprob | None = None
-
-
 class SamplerState:
     """One request's sampling state between its tokens; a preemption does not change it.
 
@@ -135,14 +123,17 @@ class Sampling:
         if self._event is not None:
             self._event.record()
 
-    def tokens(self) -> list[SampledToken]:
-        """Wait for the tokens and note each in its state."""
+    def tokens(self) -> list[TokenLogprob]:
+        """Wait for the tokens and note each in its state.
+
+        A log-probability is the model's own, before any sampling parameter.
+        """
         if self._event is not None:
             self._event.synchronize()
-        tokens = [SampledToken(token_id) for token_id in self._host_ids.tolist()]
+        tokens = [TokenLogprob(token_id=it, logprob=None) for it in self._host_ids.tolist()]
         if self._scores is not None:
-            for i, logprob in zip(self._wanted, self._scores.logprobs(), strict=True):
-                tokens[i] = SampledToken(logprob.token_id, logprob)
+            for i, scored in zip(self._wanted, self._scores.logprobs(), strict=True):
+                tokens[i] = scored
         for state, token in zip(self._states, tokens, strict=True):
             state.append(token.token_id)
         return tokens

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tieredkv.engine import sampler
-from tieredkv.engine.sampler import SampledToken, SamplerState, sample, score
+from tieredkv.engine.engine_messages import TokenLogprob
+from tieredkv.engine.sampler import SamplerState, sample, score
 from tieredkv.engine.sampling_params import SamplingParams
 
 VOCAB = 50
@@ -189,9 +190,8 @@ def test_a_bias_moves_the_choice_and_not_the_reported_probability() -> None:
     biased = state(temperature=0.0, logit_bias={2: 10.0}, logprobs=1)
     token = sample(logits, [biased]).tokens()[0]
     assert token.token_id == 2
-    assert token.logprob is not None
-    assert token.logprob.logprob == pytest.approx(float(logits.log_softmax(-1)[0, 2]))
-    assert token.logprob.top[0][0] == 0
+    assert token.logprob == pytest.approx(float(logits.log_softmax(-1)[0, 2]))
+    assert token.top[0][0] == 0
 
 
 def test_end_tokens_wait_for_min_tokens() -> None:
@@ -207,13 +207,12 @@ def test_log_probabilities_are_those_of_the_model() -> None:
     tokens = sample(logits, states).tokens()
     logprobs = logits.log_softmax(-1)
     for row, n in enumerate((0, 3, 20)):
-        token, found = tokens[row]
-        assert found is not None and found.token_id == token
-        assert found.logprob == pytest.approx(float(logprobs[row, token]))
+        found = tokens[row]
+        assert found.logprob == pytest.approx(float(logprobs[row, found.token_id]))
         values, ids = logprobs[row].topk(n)
         assert [i for i, _ in found.top] == ids.tolist()
         assert [p for _, p in found.top] == pytest.approx(values.tolist())
-    assert tokens[3] == SampledToken(tokens[3].token_id)
+    assert tokens[3] == TokenLogprob(token_id=tokens[3].token_id, logprob=None)
 
 
 def test_sampling_leaves_the_logits_as_they_are() -> None:
