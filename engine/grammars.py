@@ -86,8 +86,9 @@ class Compiler:
         if not self._eos_token_ids:
             what = "This model names no end token, so its answers cannot be constrained."
             raise RequestError(what, code="unsupported_parameter")
+        named = frozenset(id for text, id in self._special.items() if text in grammar)
         try:
-            return self._compiler(self._named_in(grammar)).compile_structural_tag(grammar)
+            return self._compiler(named).compile_structural_tag(grammar)
         except (RuntimeError, ValueError) as error:  # what xgrammar raises
             raise RequestError(f"The grammar cannot be used: {_first_line(error)}") from None
 
@@ -128,10 +129,6 @@ class Compiler:
             took.append(fill_s + time.thread_time() - began_at)
         last = took[-NUM_AVERAGED:]
         return sum(last) / max(1, len(last))
-
-    def _named_in(self, grammar: str) -> frozenset[int]:
-        """Return the special tokens that a grammar names."""
-        return frozenset(id for text, id in self._special.items() if text in grammar)
 
     def _make_compiler(self, named: frozenset[int]) -> "xgrammar.GrammarCompiler":
         """Return the compiler for a vocabulary of which these special tokens are a part."""
