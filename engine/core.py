@@ -413,8 +413,7 @@ class EngineCore:
 
     def _queue_compiled(self) -> None:
         """Queue the requests whose grammars have been compiled; the others of them fail."""
-        ended = [id for id, compiling in self._compiling.items() if compiling.done()]
-        for request_id in ended:
+        for request_id in [id for id, it in self._compiling.items() if it.done()]:
             request = self._requests[request_id]
             try:
                 request.sampler.matcher = Matcher(self._compiling[request_id].result())

@@ -115,10 +115,11 @@ class StepPlan:
 
     def _end_within(self, request: Request, start: int, budget: int) -> int:
         """Return where a stretch ends that begins at `start`, by the budget alone."""
-        end = start + longest_chunk(budget)
-        end = request.num_tokens if request.num_tokens <= end else start + budget
-        if end < request.num_tokens and end // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT > start:
-            end = end // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
+        end = request.num_tokens
+        if end > start + longest_chunk(budget):
+            end = start + budget
+            aligned = end // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
+            end = aligned if aligned > start else end
         if request.num_unscored_tokens > 0:
             most = 0 if self._is_scored else min(MAX_SCORED_TOKENS, request.num_unscored_tokens)
             end = min(end, start + most)

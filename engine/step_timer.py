@@ -111,7 +111,6 @@ class StepTimer:
         ended = torch.cuda.Event(enable_timing=True)
         ended.record()
         self._steps.append(_Step(work, predicted_s, teaches, self._began, ended))
-        self._began = None
 
     def _learn(self, work: Work, seconds: float, predicted_s: float) -> None:
         num_tokens, num_pairs, num_read = work
