@@ -99,7 +99,7 @@ class EngineCore:
         self.settings = settings
         self._wake = threading.Event()
         self._requests: dict[str, Request] = {}
-        self._compiling: dict[str, Future[Compiled]] = {}  # by the ids of requests not yet queued
+        self._compiling: dict[Request, Future[Compiled]] = {}  # of requests not yet queued
         self._outputs: list[TokenOutput] = []
         self._launched: _Launched | None = None
         self._seeds = random.Random(settings.seed)
@@ -165,7 +165,16 @@ class EngineCore:
         if asked.grammar is None:
             self.scheduler.add(request)
         else:
-            self._compiling[asked.request_id] = self._grammars.compile(asked.grammar)
+            self._compiling[request] = self._grammars.compile(asked.grammar)
+
+    def check_room(self, tenant: str) -> None:
+        """Refuse a request if too many wait already, for their grammars or in the queue.
+
+        Raises:
+            RequestError: see `RequestQueue.check_room`.
+        """
+        most = self.settings.max_num_queued_reqs
+        self.scheduler.waiting.check_room(tenant, most, self._compiling.keys())
 
     def abort(self, request_id: str) -> None:
         """Cancel a request and release what it holds; unknown ids are ignored."""
@@ -397,7 +406,7 @@ class EngineCore:
 
     def _finish(self, request: Request) -> None:
         del self._requests[request.request_id]
-        compiling = self._compiling.pop(request.request_id, None)
+        compiling = self._compiling.pop(request, None)
         if compiling is None:
             self.scheduler.remove(request)
         else:
@@ -413,15 +422,14 @@ class EngineCore:
 
     def _queue_compiled(self) -> None:
         """Queue the requests whose grammars have been compiled; the others of them fail."""
-        for request_id in [id for id, it in self._compiling.items() if it.done()]:
-            request = self._requests[request_id]
+        for request in [each for each, it in self._compiling.items() if it.done()]:
             try:
-                request.sampler.matcher = Matcher(self._compiling[request_id].result())
+                request.sampler.matcher = Matcher(self._compiling[request].result())
             except Exception as error:  # whatever it is, only this request fails with it
                 if not isinstance(error, RequestError):
                     logger.exception("a grammar could not be compiled")
                     error = RequestError("The grammar could not be compiled.", status=500)
                 self._fail(request, error)
             else:
-                del self._compiling[request_id]
+                del self._compiling[request]
                 self.scheduler.add(request)

@@ -151,9 +151,7 @@ class EngineProcess:
         match message:
             case messages.EngineRequest(request_id=request_id):
                 try:
-                    core.scheduler.waiting.check_room(
-                        message.tenant, core.settings.max_num_queued_reqs
-                    )
+                    core.check_room(message.tenant)
                     core.add_request(message)
                 except RequestError as error:
                     self._channel.send(StepOutputs([messages.failed(request_id, error)]))

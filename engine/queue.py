@@ -20,7 +20,7 @@ Source: start-time fair queueing, Goyal, Vin and Cheng 1996.
 import itertools
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from itertools import islice
 
 from tieredkv.cache.chain import Chain
@@ -86,17 +86,25 @@ class RequestQueue:
         num_held = max(num_shared(request.chain.hashes, last), num_held)
         return request.num_tokens - self._block_size * num_held
 
-    def check_room(self, tenant: str, most: int) -> None:
+    def check_room(self, tenant: str, most: int, coming: Collection[Request] = ()) -> None:
         """Refuse a request if `most` requests wait and its tenant has its equal share of them.
 
         A tenant below its share is still admitted, so that never more than `2 * most` wait.
 
+        Args:
+            tenant: whose request it is.
+            most: how many requests may wait.
+            coming: requests that will be queued; they count as waiting.
+
         Raises:
             RequestError: the queue is full; the error says when to ask again.
         """
-        share = most // len({*self._queues, tenant})
-        if len(self) >= most and len(self._queues.get(tenant, ())) >= share:
-            text = f"The queue is full: {len(self)} requests are waiting; retry later."
+        if len(self) + len(coming) < most:
+            return
+        waiting = Counter({each: len(queue) for each, queue in self._queues.items()})
+        waiting.update(request.asked.tenant for request in coming)
+        if waiting[tenant] >= most // len({*waiting, tenant}):
+            text = f"The queue is full: {waiting.total()} requests are waiting; retry later."
             raise RequestError(text, code="queue_full", status=429).retry_in(self.waited_s)
 
     def append(self, request: Request) -> None:

@@ -6,7 +6,8 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from tests.golden import refused
 from tieredkv.engine import grammars
 from tieredkv.engine.byte_tokenizer import BYTE_VOCAB_SIZE, byte_tokenizer, stop_token_ids
 from tieredkv.engine.core import EngineCore
-from tieredkv.engine.engine_messages import EngineRequest
+from tieredkv.engine.engine_messages import EngineRequest, StepOutputs
+from tieredkv.engine.engine_process import EngineProcess
 from tieredkv.engine.grammars import Compiler, Grammars, Matcher, allowed_tokens
 from tieredkv.engine.llm import LLM
 from tieredkv.engine.sampling_params import SamplingParams
@@ -301,6 +303,23 @@ def test_a_request_is_cancelled_while_its_grammar_is_compiled(llm: LLM) -> None:
     [output] = outputs_of(llm.core)
     assert output.finish_reason == "abort" and not llm.core.has_work
     llm.core.scheduler.check()
+
+
+def test_requests_whose_grammars_are_being_compiled_wait_too() -> None:
+    sent: list[StepOutputs] = []
+    process = EngineProcess(cast(Any, SimpleNamespace(send=sent.append)))
+    with LLM("tiny-random", device_size="16MiB", max_num_queued_reqs=2) as llm:
+        params = SamplingParams(max_tokens=4)
+        for index in range(4):
+            process._take(
+                llm.core,
+                EngineRequest(
+                    request_id=f"{index}", prompt_token_ids=[1], params=params, grammar=JSON
+                ),
+            )
+        refused_ids = [output.request_id for it in sent for output in it.outputs]
+        assert refused_ids == ["2", "3"]
+        assert len(outputs_of(llm.core)) >= 2
 
 
 def test_a_grammar_that_was_compiled_does_not_wait_for_one_that_is_being_compiled(
