@@ -144,6 +144,9 @@ class Scheduler:
     def schedule(self, *, may_preempt: bool = True) -> list[ScheduledRow]:
         """Choose the next step's tokens; empty when every request waits for blocks or bytes.
 
+        Running requests that generate come first, then quick ones while steps are short and brief
+        ones otherwise, then the others, then the queue.
+
         Args:
             may_preempt: whether a request may be sent back to the queue; not while a token is
                 pending. If not, `wants_preemption` is set until the next call if one was needed,
@@ -163,23 +166,22 @@ class Scheduler:
         tenants = busy | self.waiting.tenants
         if busy and busy < tenants:
             self._admit(step, self._short_step, busy=busy)
-        was_held, has_brief = bool(self.held_until), False
-        may_put_off, self._has_put_off = not self._has_put_off, False
+        was_held = bool(self.held_until)
         self._quick.look(tenants, has_come=bool(step.rows))
         comes_first = self._is_quick if self.has_short_steps else self._is_brief
-        others = [*itertools.filterfalse(comes_first, prefills)]
+        others, has_brief = [*itertools.filterfalse(comes_first, prefills)], False
         if self.has_short_steps:
             quarters = (3 if was_held else 1) if step.rows else 4
             budget = -(-self._short_step * quarters // 4)
-        else:
-            if others:
-                self._admit(step, self._most_brief, only_brief=True)
-                budget -= step.num_tokens
+        elif others:
+            self._admit(step, self._most_brief, only_brief=True)
+            budget -= step.num_tokens
             has_brief = bool(step.rows) or any(map(self._comes_soon, self.running))
         budget = self._add_rows(step, [*decodes, *filter(comes_first, prefills)], budget)
+        may_put_off, self._has_put_off = not self._has_put_off, False
         if self.held_until:
             budget = 0
-        elif has_brief and others and budget > 0:
+        elif has_brief and budget > 0:
             # So far, all rows with tokens of prompts are those of brief requests.
             self._has_put_off = may_put_off and step.has_prefills
             budget = 0 if self._has_put_off else min(budget, self._most_beside)
