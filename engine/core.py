@@ -37,8 +37,14 @@ from tieredkv.types import Progress, ignore_progress
 
 logger = logging.getLogger(__name__)
 
-TRANSFER_POLL_S = 0.00005
-LINK_POLL_S = 0.0005
+IDLE_DEVICE_POLL_S = 0.00005
+"""While the device computes nothing, the thread looks so often whether a copy has ended: copies
+between VRAM and host memory wake nobody.
+"""
+
+BUSY_DEVICE_POLL_S = 0.0005
+"""The same while no step is due, since the device has enough to compute."""
+
 ISSUE_AHEAD_S = 0.015
 """A step is issued so long before the device has computed the last one, and not sooner: requests
 that come meanwhile, and blocks that are loaded meanwhile, have a part in it.
@@ -247,7 +253,7 @@ class EngineCore:
     def wait(self, timeout_s: float) -> None:
         """Wait for a `wake`, for a copy that ends, or for the timeout; return at once if busy."""
         wakeup_at = time.monotonic() + min(timeout_s, self._wakeup_s())
-        poll_s = LINK_POLL_S if self._slack_s > 0 else TRANSFER_POLL_S
+        poll_s = BUSY_DEVICE_POLL_S if self._slack_s > 0 else IDLE_DEVICE_POLL_S
         while not self._wake.is_set() and (left_s := wakeup_at - time.monotonic()) > 0:
             if self.cache.has_copied:
                 break
@@ -255,20 +261,22 @@ class EngineCore:
         self._wake.clear()
 
     def _wakeup_s(self) -> float:
-        """Return in how many seconds there is something to do, if nothing wakes the thread."""
-        cache, is_recalling = self.cache, self.cache.is_recalling
+        """Return in how many seconds there is something to do, if nothing wakes the thread.
+
+        Blocks that expire do not count. The caller's timeout bounds how late they are dropped.
+        """
+        cache = self.cache
         if self.verbs.slices.has_more:
             return 0.0
         if self._slack_s > 0:  # no step is due
-            polls = is_recalling or cache.has_more or cache.is_copying
-            return LINK_POLL_S if polls else min(self._slack_s, PLAN_AGAIN_S)
+            polls = cache.is_recalling or cache.has_more or cache.is_copying
+            return BUSY_DEVICE_POLL_S if polls else min(self._slack_s, PLAN_AGAIN_S)
         can_step = self._launched is not None or (self._requests and not self._is_stalled)
         if can_step or cache.has_more:
             return 0.0
         held_until = self.scheduler.held_until
         held_s = held_until - time.monotonic() if held_until else math.inf
-        # A link that stalls sends no event.
-        return min(held_s, PLAN_AGAIN_S if is_recalling else math.inf)
+        return min(held_s, PLAN_AGAIN_S if cache.is_waiting else math.inf)
 
     def wake(self) -> None:
         """End a `wait`; any thread may call it."""

@@ -53,7 +53,7 @@ WALL_TIME = 1_800_000_000.0
 STEP_S = 1e-5
 """What a call of `EngineCore.step` costs the engine's thread."""
 
-LINK_POLL_S = 0.004
+BUSY_DEVICE_POLL_S = 0.004
 """How often the engine looks at its links; what ends wakes it earlier."""
 
 
@@ -176,8 +176,8 @@ class VirtualTime:
         with contextlib.ExitStack() as stack:
             for name, function in times.items():
                 stack.enter_context(mock.patch.object(time, name, function))
-            stack.enter_context(mock.patch.object(core, "TRANSFER_POLL_S", math.inf))
-            stack.enter_context(mock.patch.object(core, "LINK_POLL_S", LINK_POLL_S))
+            stack.enter_context(mock.patch.object(core, "IDLE_DEVICE_POLL_S", math.inf))
+            stack.enter_context(mock.patch.object(core, "BUSY_DEVICE_POLL_S", BUSY_DEVICE_POLL_S))
             yield
 
 

@@ -19,7 +19,7 @@ import zmq
 from tests.golden import told
 from tests.subscriber import Subscriber
 from tests.waiting import wait_until
-from tieredkv.cache.events import Change, Content
+from tieredkv.cache.events import BlockTokens, Change
 from tieredkv.config import Settings
 from tieredkv.engine import event_publisher
 from tieredkv.engine.event_publisher import EventPublisher, is_local
@@ -56,7 +56,9 @@ def block(number: int) -> BlockHash:
 def stored(tier: Tier, number: int, parent: int | None = None) -> Change:
     """Return the change that a tier has got a block, whose tokens are all its number."""
     tokens = array("I", [number] * SIZE).tobytes()
-    return Change(tier, block(number), Content(None if parent is None else block(parent), tokens))
+    return Change(
+        tier, block(number), BlockTokens(None if parent is None else block(parent), tokens)
+    )
 
 
 def removed(tier: Tier, number: int) -> Change:

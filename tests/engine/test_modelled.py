@@ -17,8 +17,10 @@ from tests.levels import few
 from tests.modelled import H200_8B, TWO_CORES, Machine, ModelledCore, VirtualTime
 from tieredkv.bench import crowd, sessions
 from tieredkv.cache.plan_log import replay
+from tieredkv.cache.room import PATIENCE_S
 from tieredkv.config import load_settings
 from tieredkv.engine.engine_messages import EngineRequest, RequestUsage, TokenOutput
+from tieredkv.engine.engine_process import IDLE_WAIT_S
 from tieredkv.engine.llm import LLM
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.engine.scheduler import BESIDE_BRIEF
@@ -122,7 +124,8 @@ class Rig:
             if not has_come and self.time.now - began >= at_s:
                 event()
                 has_come = True
-            self.core.wait(0.01)
+            left_s = math.inf if has_come else began + at_s - self.time.now
+            self.core.wait(max(0.0, min(IDLE_WAIT_S, left_s)))
 
     def ideal_s(self, prompt: list[int], tier: Tier = Tier.DISK) -> float:
         """Return the least time in which the head is computed and the tail is loaded, and the rest.
@@ -372,6 +375,18 @@ def test_a_request_that_waits_for_room_begins_no_copies_that_hold_it_up(
             rig.serve(rig.random.choices(range(128_000), k=16_000))
         took_s[restore] = rig.serve(prompt, restore).ttft_s
     assert took_s["auto"] <= 1.03 * min(took_s["compute"], took_s["load"])
+
+
+def test_a_request_waits_no_longer_for_a_disk_that_stalls_than_it_has_patience(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(device_size="1GiB", host_size="256MiB")
+    assert rig.core.disk is not None
+    rig.core.disk.GBps = 1e-7
+    prompts = [rig.random.choices(rig.tokens, k=4_096) for _ in range(4)]
+    empty_s, *_, full_s = [rig.serve(prompt).ttft_s for prompt in prompts]
+    assert rig.tiers.counters.allocation_waits > 0
+    assert full_s < empty_s + 1.1 * PATIENCE_S
 
 
 @pytest.mark.parametrize("length", LENGTHS[1:])

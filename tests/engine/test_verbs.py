@@ -184,8 +184,8 @@ def test_a_block_that_leaves_during_an_eviction_is_not_counted_and_keeps_its_rea
     for _ in asking:
         pass
     assert operator.parts[-1]["evicted_blocks"] == NUM_BLOCKS - 1
-    assert rig.tiers.catalog.departed.why(CHAIN[0], rig.clock.now()) == "expired"
-    assert rig.tiers.catalog.departed.why(CHAIN[1], rig.clock.now()) == "admin"
+    assert rig.tiers.catalog.miss_reasons.why(CHAIN[0], rig.clock.now()) == "expired"
+    assert rig.tiers.catalog.miss_reasons.why(CHAIN[1], rig.clock.now()) == "admin"
 
 
 def test_a_request_that_ends_during_an_eviction_keeps_its_bytes_until_then_and_no_more() -> None:

@@ -113,7 +113,7 @@ def test_a_cancelled_read_is_not_waited_for_and_its_page_stays_on_loan() -> None
     rig.link.send()
     rig.link.cancel(block_hash)
     rig.link.cancel(chain_of("unknown", 1)[0])
-    assert not rig.link.is_coming(block_hash) and rig.link.is_coming(other)
+    assert not rig.link.is_awaited(block_hash) and rig.link.is_awaited(other)
     assert rig.link.is_reading(block_hash)
     assert [read.block_hash for read in rig.link.reads] == [block_hash, other]
     rig.store.complete(0)

@@ -93,7 +93,7 @@ def test_a_request_larger_than_what_floors_leave_takes_them_last() -> None:
     prefix = rig.chain("flood/large", 11, "in_memory")
     rig.cache.arrive(prefix)
     assert not rig.cache.admit(prefix, 11)
-    assert not rig.cache._room.is_coming(prefix)
+    assert not rig.cache._room.is_waiting(prefix)
 
     def is_admitted() -> bool:
         rig.turn()
@@ -171,9 +171,9 @@ def test_a_request_that_waits_for_room_is_tried_again_though_another_tenant_foun
     rig.compute(bob)
     rig.transfer.is_held = True
     alice = rig.queue("alice/b", 6)
-    assert not rig.admit(alice) and rig.cache._room.is_coming(alice)
+    assert not rig.admit(alice) and rig.cache._room.is_waiting(alice)
     assert not rig.cache.extend(bob), "the rest is within the floor of another tenant"
-    assert not rig.admit(alice) and rig.cache._room.is_coming(alice)
+    assert not rig.admit(alice) and rig.cache._room.is_waiting(alice)
     rig.transfer.is_held = False
     rig.turn()
     assert rig.admit(alice), "the copies have ended"
@@ -197,7 +197,7 @@ def test_a_running_request_that_waits_for_copies_is_preempted_by_no_other_tenant
     for _ in range(10):
         loop.step()
     running = loop.scheduler.running
-    assert all(rig.cache._room.is_coming(request.chain) for request in running)
+    assert all(rig.cache._room.is_waiting(request.chain) for request in running)
     assert (len(running), loop.scheduler.num_preemptions) == (2, 0)
     rig.transfer.is_held = False
     loop.run()
@@ -214,7 +214,7 @@ def test_a_refused_request_is_tried_again_once_another_tenants_floor_is_lower() 
     rig.run("alice/a", 8, "in_memory")
     other = rig.start("bob/a", 4)
     bob = rig.queue("bob/b", 6)
-    assert not rig.admit(bob) and not rig.cache._room.is_coming(bob)
+    assert not rig.admit(bob) and not rig.cache._room.is_waiting(bob)
     rig.tiers.shares.give({b"alice": 0.25, b"bob": 0.75})
     assert rig.admit(bob)
     rig.finish(bob)

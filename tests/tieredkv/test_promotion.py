@@ -240,7 +240,7 @@ def test_a_load_that_comes_after_a_deletion_is_told_by_who_deleted(reason: str, 
     rig = Rig()
     rig.store.tells_gone = True
     for each in chain_of("a", 2):
-        rig.tiers.catalog.departed.note(each, "evicted_disk", DAY_S)
+        rig.tiers.catalog.miss_reasons.note(each, "evicted_disk", DAY_S)
     prefix = admitted_from_disk(rig, "a", 2)
     rig.store.lose(prefix.hashes, reason)
     while rig.store.jobs:
@@ -298,7 +298,7 @@ def test_a_reason_of_an_earlier_miss_is_not_told_where_computing_was_faster(slow
     rig.store.put("a", 4)
     prefix = rig.chain("a", 4)
     for block_hash in prefix.hashes:
-        rig.tiers.catalog.departed.note(block_hash, "load_timeout")
+        rig.tiers.catalog.miss_reasons.note(block_hash, "load_timeout")
     rig.cache.arrive(prefix)
     rig.cache.poll()
     assert rig.admit(prefix)

@@ -466,7 +466,7 @@ def test_allocation_waits_for_a_stalled_store_no_longer_than_its_patience(
     def is_admitted() -> bool:
         if rig.admit(prefix):
             return True
-        assert rig.cache._room.is_coming(prefix)
+        assert rig.cache._room.is_waiting(prefix)
         rig.turn()
         return False
 

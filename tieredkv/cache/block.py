@@ -19,17 +19,17 @@ class Content(IntEnum):
     COMPUTING  a step has computed some of its tokens, or is about to, so that it is not loaded
     COPYING    it is being copied from a slower tier, so that it is not computed
     EARLY      its first layers have been copied, so that a step can begin with it; not the others
-    READY      all of it is there, so that it may be copied itself
+    WHOLE      all of it is there, so that it may be copied itself
     """
 
     EMPTY = 0
     COMPUTING = 1
     COPYING = 2
     EARLY = 3
-    READY = 4
+    WHOLE = 4
 
 
-_EMPTY, _, _COPYING, _EARLY, _READY = Content
+_EMPTY, _, _COPYING, _EARLY, _WHOLE = Content
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +74,7 @@ class Block:
     @property
     def is_whole(self) -> bool:
         """Whether the bytes of all layers are there, so that the content may be copied."""
-        return self.content == _READY
+        return self.content == _WHOLE
 
     @property
     def is_open(self) -> bool:
@@ -98,7 +98,7 @@ class Block:
 
     def fill(self, *, is_whole: bool = True) -> None:
         """Note that its content is there, or that of its first layers."""
-        self.content, self.is_ready = _READY if is_whole else _EARLY, True
+        self.content, self.is_ready = _WHOLE if is_whole else _EARLY, True
 
 
 def begin_compute(blocks: Iterable[Block]) -> None:

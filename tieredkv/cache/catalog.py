@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tieredkv.cache.departed import Departed
+from tieredkv.cache.miss_reasons import MissReasons
 from tieredkv.errors import IntegrityError
 from tieredkv.pieces import PIECE_BLOCKS
 from tieredkv.retention import RetentionPolicies
@@ -118,7 +118,7 @@ class Catalog:
         self._begun_second = _NEVER
         self._soon: list[tuple[float, BlockHash]] = []  # a heap: not yet due when examined
         self._held_by_disk: set[BlockHash] = set()  # queued by the disk's deadline
-        self.departed = Departed()
+        self.miss_reasons = MissReasons()
         self.num_added = 0
         self.is_behind = False
 
@@ -349,13 +349,13 @@ class Catalog:
         return changed
 
     def forget(self, block_hash: BlockHash, reason: str) -> None:
-        """Drop the entry of a block that no RAM tier holds any longer; see `Departed.why`."""
+        """Drop the entry of a block that no RAM tier holds any longer; see `MissReasons.why`."""
         entry = self._entries.pop(block_hash, None)
         if entry is not None:
             self._unqueue(entry)
         self.pinned.discard(block_hash)
         self._forget_owed(block_hash)
-        self.departed.note(block_hash, reason, entry.disk_expires_at if entry else 0.0)
+        self.miss_reasons.note(block_hash, reason, entry.disk_expires_at if entry else 0.0)
 
     def deadline(self, entry: Entry) -> float:
         """Return when the entry becomes unreachable."""

@@ -9,6 +9,9 @@ ones in the order of eviction. Other blocks go down before their turn, for one o
     draining  the engine stops, so that all that is owed is written
     operator  an operator sends them down; see `departures`
 
+All ways down are one: `_copy_out` starts copies, which `on_copied` takes in, and `_write_out`
+starts writes, which `on_written` takes in.
+
 Blocks that cannot be demoted in time are dropped, the oldest first, and counted.
 
 Called by the engine's thread only.
@@ -131,11 +134,11 @@ class Demoter:
         self._is_stale = False
         device, host = self._tiers.device, self._tiers.host
         if device.num_empty < self._device_reserve and not self._gains_nothing:
-            num_ready = device.num_ready
+            num_soon_clean = device.num_soon_clean
             started = self.demote(self._device_reserve - device.num_empty, at_most)
             # NOTE: in little host memory, such as one tenant's floor, these copies evict those that
             # were made before. Then they end until something else changes.
-            self._gains_nothing = started > 0 and device.num_ready <= num_ready
+            self._gains_nothing = started > 0 and device.num_soon_clean <= num_soon_clean
             self._keep_going(started, at_most)
         # NOTE: if running requests hold nearly all blocks, a request that ends releases many at
         # once, and the next request needs them at once. Full blocks never change, so blocks in

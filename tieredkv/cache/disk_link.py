@@ -175,7 +175,7 @@ class DiskLink:
         """Return whether the block is being read."""
         return block_hash in self._reads
 
-    def is_coming(self, block_hash: BlockHash) -> bool:
+    def is_awaited(self, block_hash: BlockHash) -> bool:
         """Return whether the block is being read and may be waited for."""
         read = self._reads.get(block_hash)
         return read is not None and not read.is_cancelled

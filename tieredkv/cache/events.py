@@ -17,7 +17,7 @@ from tieredkv.errors import IntegrityError
 from tieredkv.types import BlockHash, Tier
 
 
-class Content(NamedTuple):
+class BlockTokens(NamedTuple):
     """What an announced block holds.
 
     Attributes:
@@ -34,7 +34,7 @@ class Change(NamedTuple):
 
     tier: Tier
     block_hash: BlockHash
-    content: Content | None
+    content: BlockTokens | None
 
 
 Publish = Callable[[list[Change]], bool]
@@ -64,7 +64,7 @@ class BlockEvents:
         self._in_pools: list[PoolChange] = []  # which the pools fill, and `_take_in` empties
         self._publish: Publish = lambda _: True
         self._changes: list[Change] = []
-        self._contents: dict[BlockHash, Content] = {}  # of blocks in an index of the pools
+        self._contents: dict[BlockHash, BlockTokens] = {}  # of blocks in an index of the pools
         self._on_disk: set[BlockHash] = set()  # announced there
 
     def publish_to(self, publish: Publish) -> None:
@@ -113,11 +113,11 @@ class BlockEvents:
                 self._contents.pop(block_hash, None)
         self._in_pools.clear()
 
-    def _content(self, chain: Chain, index: int) -> Content:
+    def _content(self, chain: Chain, index: int) -> BlockTokens:
         assert chain.token_ids is not None
         start = index * self._block_size
         tokens = chain.token_ids[start : start + self._block_size].tobytes()
-        return Content(chain.hashes[index - 1] if index else None, tokens)
+        return BlockTokens(chain.hashes[index - 1] if index else None, tokens)
 
     # The disk
 

@@ -54,12 +54,12 @@ class _Walk:
 class FreeList:
     """Blocks in three lines; those that are due are in parts by their state.
 
-        clean    can be evicted now
-        dirty    eviction would lose the content, and no copy of it has been started
-        late     the same, and a younger block was evicted instead of it
-        spared   the same, but it was within the floor of its tenant, so its turn had not come
-        moving   a copy reads it
-        kept     within the floor of its tenant, so it is not evicted for others; one per tenant
+        clean      can be evicted now
+        dirty      eviction would lose the content, and no copy of it has been started
+        late       the same, and a younger block was evicted instead of it
+        sheltered  the same, but it was within the floor of its tenant, so its turn had not come
+        moving     a copy reads it
+        kept       within the floor of its tenant, so it is not evicted for others; one per tenant
 
     Invariants (`check`): every block is in the part that it names, and in the one that its state
     asks for; the counts by line and by tenant are right.
@@ -75,9 +75,9 @@ class FreeList:
         self.young: tuple[Order, ...] = (Mru(), ORDERS[order](num_blocks), Lru())
         self._clean, self._moving = ByRank[Block](), Lru()
         self._dirty = Lru(), Lru(), Lru()
-        self._late, self._spared = Lru(), Lru()
+        self._late, self._sheltered = Lru(), Lru()
         first, others, last = self._dirty
-        self._waiting_in = (first,), (self._late, others, self._spared), (last,)  # by line
+        self._waiting_in = (first,), (self._late, others, self._sheltered), (last,)  # by line
         self._waiting = tuple(chain(*self._waiting_in))
         self._num_ranks = 0
         self._last_evicted = 0  # the highest rank of the evicted blocks of the line of others
@@ -102,7 +102,7 @@ class FreeList:
         return len(self._clean)
 
     @property
-    def num_ready(self) -> int:
+    def num_soon_clean(self) -> int:
         """Blocks that are due, and clean already or once the copies under way have ended."""
         return len(self._clean) + len(self._moving)
 
@@ -389,8 +389,8 @@ class FreeList:
             if block is None or block.rank > self._last_evicted:
                 break
             counts = self.floors.get(block.tenant) if self.floors else None
-            is_spared = block.tenant != tenant and counts is not None and not counts.num_spare
-            self._move(block, self._spared if is_spared else self._late)
+            is_sheltered = block.tenant != tenant and counts is not None and not counts.num_spare
+            self._move(block, self._sheltered if is_sheltered else self._late)
 
     def _move(self, block: Block, part: Lru) -> None:
         block.part.remove(block)

@@ -115,8 +115,8 @@ class Hits:
             row.leave(row.indices(state))
         for index, block_hash in enumerate(hashes):
             if chain.is_on_disk(index, now) and not tiers.is_in_ram(block_hash):
-                is_coming = tiers.disk_link.is_coming(block_hash)
-                row.find(index, State.READING if is_coming else State.AT_DISK)
+                is_awaited = tiers.disk_link.is_awaited(block_hash)
+                row.find(index, State.READING if is_awaited else State.AT_DISK)
         self._recalls.want(chain, end=len(hashes))
 
     def take(self, chain: Chain, found: list[Block | None], fresh: Iterator[Block]) -> None:
@@ -126,7 +126,7 @@ class Hits:
         behind `found`, which may not be hits, are computed.
         """
         tiers, tenant, blocks, until = self._tiers, chain.tenant, chain.blocks, chain.disk_until
-        end, now, is_coming = 0, tiers.clock.now(), tiers.disk_link.is_coming
+        end, now, is_awaited = 0, tiers.clock.now(), tiers.disk_link.is_awaited
         coming = {*chain.row.indices(State.COMING)}  # while the request waited for room
         states = bytearray([_COMPUTE]) * len(chain.hashes)
         hashes = chain.hashes[: len(found)]
@@ -139,13 +139,13 @@ class Hits:
                 elif block.is_ready or block.is_copying:
                     state = _COMING
                 else:
-                    state = _READING if is_coming(block_hash) else _SHARED
+                    state = _READING if is_awaited(block_hash) else _SHARED
             else:
                 block = next(fresh)
                 tiers.device.insert(block, block_hash, tenant)
                 if page is not None and page.is_ready:
                     state, block.source = _AT_HOST, page.source or Tier.HOST
-                elif is_coming(block_hash):
+                elif is_awaited(block_hash):
                     state, block.source = _READING, Tier.DISK
                 elif until and until[index] > now:
                     state, block.source = _AT_DISK, Tier.DISK
@@ -172,4 +172,4 @@ class Hits:
             block_hash = chain.hashes[chain.num_present]
         if not tiers.can_load and tiers.host.lookup(block_hash):
             return "loads_off"
-        return tiers.catalog.departed.why(block_hash, tiers.clock.now())
+        return tiers.catalog.miss_reasons.why(block_hash, tiers.clock.now())

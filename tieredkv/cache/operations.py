@@ -232,7 +232,7 @@ class Operations:
         def why_missed(index: int) -> Pieces[str]:
             if source(hashes[index]):
                 return "loads_off"
-            reason = tiers.catalog.departed.why(hashes[index], now)
+            reason = tiers.catalog.miss_reasons.why(hashes[index], now)
             if not index and reason == "never_seen":
                 for some in cut(others.items(), PIECE_BLOCKS):
                     for block_hash, kind in some:

@@ -182,11 +182,11 @@ class Fifo:
         self._queue.remove(block)
 
     def take(self, count: int) -> list[Block]:
-        """Remove the blocks of the lowest ranks that are not spared."""
+        """Remove the blocks of the lowest ranks that get no other chance."""
         return [self._pop() for _ in range(min(count, len(self)))]
 
     def _pop(self) -> Block:
-        while self._is_spared(block := self._queue.pop()):
+        while self._gets_another_chance(block := self._queue.pop()):
             self._queue.add(block, block.place.rank)
         return block
 
@@ -201,7 +201,7 @@ class Fifo:
     def _use(self, place: _Place) -> None:
         """Note that a block was used again."""
 
-    def _is_spared(self, block: Block) -> bool:
+    def _gets_another_chance(self, block: Block) -> bool:
         """Return whether the first block is not evicted yet; it has another rank then."""
         return False
 
@@ -212,7 +212,7 @@ class Clock(Fifo):
     def _use(self, place: _Place) -> None:
         place.uses = 1
 
-    def _is_spared(self, block: Block) -> bool:
+    def _gets_another_chance(self, block: Block) -> bool:
         place: _Place = block.place
         if not place.uses:
             return False
@@ -236,7 +236,7 @@ class Sieve(Fifo):
     def _use(self, place: _Place) -> None:
         place.uses = 1
 
-    def _is_spared(self, block: Block) -> bool:
+    def _gets_another_chance(self, block: Block) -> bool:
         place: _Place = block.place
         self._lap = max(self._lap, place.rank // self._LAP)
         if not place.uses:

@@ -33,13 +33,13 @@ class Taken(NamedTuple):
 
 
 class PoolChange(NamedTuple):
-    """A hash whose content is complete from now on, or that has left the index of a pool.
+    """A hash whose block is ready from now on, or that has left the index of a pool.
 
     Attributes:
         pool: the pool.
         block_hash: the hash.
-        is_there: whether the content is complete from now on.
-        was_ready: whether it was complete before, if the hash has left.
+        is_there: whether the block is ready from now on.
+        was_ready: whether it was ready before, if the hash has left.
     """
 
     pool: "BlockPool"
@@ -71,7 +71,7 @@ class BlockPool:
     Attributes:
         num_blocks: all blocks of the pool.
         most_pinned: how many blocks may be held back to be evicted last.
-        changes: what has become complete and what has left the index, oldest first; whoever wants
+        changes: what has become ready and what has left the index, oldest first; whoever wants
             to know puts a list here and empties it.
         pinned, prefetched: hashes of blocks to be evicted last, for claims and for queued requests;
             a change applies to a block from its next use on.
@@ -118,9 +118,9 @@ class BlockPool:
         return self.num_free - self._free.floors.kept_from(tenant).num_all
 
     @property
-    def num_ready(self) -> int:
+    def num_soon_clean(self) -> int:
         """Blocks that are empty, or due and clean now or once the copies under way have ended."""
-        return self.num_empty + self._free.num_ready
+        return self.num_empty + self._free.num_soon_clean
 
     @property
     def num_clean(self) -> int:
@@ -154,7 +154,7 @@ class BlockPool:
 
     @property
     def hashes(self) -> list[BlockHash]:
-        """The hashes of all blocks whose bytes are complete."""
+        """The hashes of all blocks that are ready."""
         return [block_hash for block_hash, block in self._index.items() if block.is_ready]
 
     def lookup(self, block_hash: BlockHash) -> Block | None:
@@ -248,12 +248,12 @@ class BlockPool:
 
     def insert_filled(self, blocks: Sequence[Block], hashes: Sequence[BlockHash]) -> None:
         """Give used blocks hashes that the index lacks, and note that their content is complete."""
-        index, tenant, ready = self._index, b"", Content.READY
+        index, tenant, whole = self._index, b"", Content.WHOLE
         for block, block_hash in zip(blocks, hashes, strict=True):
             assert block.block_hash is None and block_hash not in index, block
             index[block_hash] = block
             block.block_hash, block.tenant = block_hash, tenant
-            block.content, block.is_ready = ready, True
+            block.content, block.is_ready = whole, True
         if self._free.floors.by_tenant:
             self._free.floors.change(tenant).num_hashed += len(blocks)
         if self.changes is not None:

@@ -157,7 +157,7 @@ class Promoter:
         tiers = self._tiers
         for block_hash, index in self.recalls.give_up_late().items():
             self._disk_link.cancel(block_hash)
-            tiers.catalog.departed.note(block_hash, "load_timeout")
+            tiers.catalog.miss_reasons.note(block_hash, "load_timeout")
             self._lose(block_hash, index, "load_timeout")
             count_failure(tiers.counters.load_failures, "timeout", _FAILED)
 
@@ -309,7 +309,7 @@ class Promoter:
             if read.reason == "missing":
                 tiers.presence.discard([block_hash])
             told = _MISS_REASONS.get(reason, "corrupt")
-            tiers.catalog.departed.note(block_hash, told, read.until)
+            tiers.catalog.miss_reasons.note(block_hash, told, read.until)
             self._lose(block_hash, index, told)
             self.recalls.note_read(block_hash, index, is_copying=False)
             if (entry := tiers.catalog.get(block_hash)) is not None:  # it was computed meanwhile
@@ -319,8 +319,8 @@ class Promoter:
         tiers.release_pages([page])
 
     def _is_deleted(self, block_hash: BlockHash) -> bool:
-        departed, now = self._tiers.catalog.departed, self._tiers.clock.now()
-        return departed.why(block_hash, now) == "admin"
+        reasons, now = self._tiers.catalog.miss_reasons, self._tiers.clock.now()
+        return reasons.why(block_hash, now) == "admin"
 
     def _lose(self, block_hash: BlockHash, index: int, why: str) -> None:
         """Have all who want a block compute it, and note why, though a slower tier had it."""
@@ -367,7 +367,7 @@ class Promoter:
             is_sound = page.block_hash is not None and page.block_hash == block.block_hash
             if not is_sound:  # expired, or evicted by an operator
                 block_hash = chain.hashes[index]
-                is_expired = catalog.departed.why(block_hash, now) == "expired"
+                is_expired = catalog.miss_reasons.why(block_hash, now) == "expired"
                 row.leave([index])
                 self._lose(block_hash, index, "expired" if is_expired else "admin")
             if is_sound and block.is_open:

@@ -29,9 +29,10 @@ class PromptReport(msgspec.Struct, frozen=True, kw_only=True):
         by_tier: its tokens that each tier has; each counts once, in the fastest one. The last token
             of a wholly cached prompt is computed and counts nowhere.
         diverges_at: the first token whose block could be cached and is not; None if there is none.
-        reason: why it is not; see `cache.catalog`. Besides, `not_stored`: it was never computed, or
-            has expired or was evicted, and nobody knows which; `other_model` and `other_namespace`:
-            the store has these tokens for another model, or for another tenant, salt or key.
+        reason: why it is not; see `cache.miss_reasons`. Besides, `not_stored`: it was never
+            computed, or has expired or was evicted, and nobody knows which; `other_model` and
+            `other_namespace`: the store has these tokens for another model, or for another tenant,
+            salt or key.
         predicted_ttft_ms: time to the first token, as the planner expects it of a request that is
             alone: if all is computed; if the cached blocks were all in one tier; and as they lie
             now (`planned`). None where rates are not known.

@@ -303,8 +303,8 @@ class Recalls:
 
     def _is_awaited(self, block_hash: BlockHash) -> bool:
         tiers, block = self._tiers, self._tiers.device.lookup(block_hash)
-        is_computed = block is not None and block.content in (Content.COMPUTING, Content.READY)
-        return tiers.disk_link.is_coming(block_hash) and not is_computed
+        is_computed = block is not None and block.content in (Content.COMPUTING, Content.WHOLE)
+        return tiers.disk_link.is_awaited(block_hash) and not is_computed
 
     def give_up_late(self) -> dict[BlockHash, int]:
         """Have blocks computed that have not come from disk in time.

@@ -7,7 +7,8 @@ the table.
 
 Who owns a device block, by its state:
 
-    hashed, ready        shared: any request whose chain has it may hold it; never written again
+    hashed, ready        shared: any request whose chain has it may hold it; never written again,
+                         but for the late layers of a promotion that is under way
     hashed, not ready    shared: being filled by a promotion, or to be computed by the first request
                          that reaches it; the others that hold it wait
     not hashed           private to the one request whose partial block it is
@@ -233,7 +234,7 @@ class TieredCache:
         return GRANTED
 
     def _refusal(self, chain: Chain) -> Admission:
-        return Admission(False, self._room.is_coming(chain), self._room.is_kept_from(chain))
+        return Admission(False, self._room.is_waiting(chain), self._room.is_kept_from(chain))
 
     def make_room(self, chain: Chain, num_blocks: int, *, is_alone: bool = False) -> bool:
         """Make room for a queued request that was refused, or that will soon ask.
@@ -397,6 +398,11 @@ class TieredCache:
         """Whether a request has blocks to load or waits for some, so that `plan` is of use."""
         return bool(self._recalls)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a request waits for a link that may stall, and then sends no event."""
+        return self.is_recalling or self._room.is_making_room
+
     def plan(
         self, requests: Sequence[RequestProgress], *, busy_s: float = 0.0, num_read_beside: int = 0
     ) -> None:
@@ -531,7 +537,7 @@ class TieredCache:
         self._lookups.note_gone(gone.hashes)
         self._tiers.events.note_gone(gone.hashes)
         if gone.reason == OPERATOR:
-            self._tiers.catalog.departed.note_deleted(map(BlockHash, gone.hashes))
+            self._tiers.catalog.miss_reasons.note_deleted(map(BlockHash, gone.hashes))
 
     def _forget_disk(self) -> None:
         """Count no block as being on disk, since another worker has started."""

@@ -100,7 +100,7 @@ class Room:
     def note_refused(self, chain: Chain, num_blocks: int, is_alone: bool) -> None:
         """Note that a request found no room; if that comes soon, trying is never in vain."""
         self._refused.pop(chain, None)
-        if not self.is_coming(chain):
+        if not self.is_waiting(chain):
             self._refused[chain] = self._found_by(chain, num_blocks, is_alone)
 
     def _found_by(self, chain: Chain, num_blocks: int, is_alone: bool) -> tuple[int, ...]:
@@ -114,9 +114,14 @@ class Room:
         device = self._tiers.device
         return device.num_free_for(chain.tenant) < device.num_free
 
-    def is_coming(self, chain: Chain) -> bool:
+    def is_waiting(self, chain: Chain) -> bool:
         """Whether the blocks that a request lacks become free soon without a preemption."""
         return chain in self._waits
+
+    @property
+    def is_making_room(self) -> bool:
+        """Whether room becomes free soon for some request."""
+        return bool(self._waits)
 
     def forget(self, chain: Chain) -> None:
         """Note that a request needs no more blocks."""
@@ -152,7 +157,7 @@ class Room:
         elif not makes_room:
             at_most = MAX_AHEAD
         takes_kept, num_free = False, device.num_free_for(chain.tenant)
-        is_known_to_lack = self.is_coming(chain) and device.num_clean < num_blocks
+        is_known_to_lack = self.is_waiting(chain) and device.num_clean < num_blocks
         if is_known_to_lack and not makes_room:
             return None
         if is_alone and num_free < num_blocks:
@@ -191,7 +196,7 @@ class Room:
         found = [block for block in device.find(self._readable(chain)) if block is not None]
         self._tiers.acquire(found)
         num_fresh = num_blocks - len(found)
-        if self.is_coming(chain):
+        if self.is_waiting(chain):
             blocks = self.allocate(chain, num_fresh, is_alone, at_most=at_most)
             device.release(blocks or [])
         elif device.num_empty < num_fresh <= device.num_free_for(chain.tenant):
@@ -268,7 +273,7 @@ class Room:
             return blocks
         demoter.write(num_blocks)
         is_copying = demoter.is_copying or self._tiers.num_promoting > 0
-        is_coming = is_copying and device.num_ready >= num_blocks
+        is_coming = is_copying and device.num_soon_clean >= num_blocks
         waited_s = self._wait(chain, gets_on=num_moved >= MIN_SLICE)
         if waited_s < (MAX_PATIENCE_S if is_coming else PATIENCE_S):
             return None

@@ -1,8 +1,8 @@
 """VRAM, host memory and a disk whose moves take no time, so that deciding is all that is done.
 
-The pools, the order of eviction and the retention policy are those of a server. The disk is any
-`BackingTier` that has done what it was asked for when it is polled next, as `SimulatedDisk` has.
-What a server's links and queues add is when bytes arrive. Here they have arrived at once:
+The pools, the order of eviction (`lru`) and the retention policy are those of a server. The disk is
+any `BackingTier` that has done what it was asked for when it is polled next, as `SimulatedDisk`
+has. What a server's links and queues add is when bytes arrive. Here they have arrived at once:
 
 - a block that VRAM evicts is copied to host memory, unless it has a page there already;
 - VRAM and host memory add up, since pages whose blocks VRAM keeps are evicted first;

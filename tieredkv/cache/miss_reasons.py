@@ -10,24 +10,24 @@ import msgspec
 
 from tieredkv.types import BlockHash
 
-NUM_DEPARTED = 65_536
+NUM_REMEMBERED = 65_536
 """The most blocks that are remembered."""
 
 _GENERATIONS = 4
 
 
-class _Departure(msgspec.Struct, frozen=True, gc=False):
+class _Reason(msgspec.Struct, frozen=True, gc=False):
     """Why a block left, and until when it is on disk; Python's garbage collector passes over it."""
 
     reason: str
     until: float = 0.0
 
 
-_DELETED = _Departure("admin")
+_DELETED = _Reason("admin")
 
 
-class Departed:
-    """Remembers the last blocks, at least three quarters of `NUM_DEPARTED`.
+class MissReasons:
+    """Remembers the last blocks, at least three quarters of `NUM_REMEMBERED`.
 
     They are kept in generations, of which the oldest is forgotten as a whole: a dict of all of them
     would take several milliseconds to grow, while a step waits. So would a look for garbage, which
@@ -35,13 +35,13 @@ class Departed:
     """
 
     def __init__(self) -> None:
-        self._generations = deque[dict[BlockHash, _Departure]]([{}], _GENERATIONS)
+        self._generations = deque[dict[BlockHash, _Reason]]([{}], _GENERATIONS)
 
     def note(self, block_hash: BlockHash, reason: str, until: float = 0.0) -> None:
         """Note why a block left; if `evicted_disk`, it expires on disk at `until`."""
-        if len(self._generations[-1]) == NUM_DEPARTED // _GENERATIONS:
+        if len(self._generations[-1]) == NUM_REMEMBERED // _GENERATIONS:
             self._generations.append({})
-        self._generations[-1][block_hash] = _Departure(reason, until)
+        self._generations[-1][block_hash] = _Reason(reason, until)
 
     def why(self, block_hash: BlockHash, now: float) -> str:
         """Return why a block is in no tier, or `never_seen` if it is not among the last to leave.
