@@ -1,10 +1,12 @@
 """An operator moves chosen blocks down, or drops the copies of one tier."""
 
 import random
+import time
 
 import pytest
 
 from tests.fake_store import Rig, chain_of
+from tests.waiting import HANG_S
 from tieredkv.cache import departures
 from tieredkv.types import Tier
 
@@ -68,6 +70,25 @@ def test_a_block_that_cannot_go_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
     assert not rig.cache._departures
     assert rig.on_disk("a", 2) == []
     assert rig.run("a", 2, "in_memory") == 0
+
+
+@pytest.mark.parametrize("to", [Tier.HOST, Tier.DISK])
+def test_more_blocks_than_a_step_examines_go_through_a_full_arena(
+    monkeypatch: pytest.MonkeyPatch, to: Tier
+) -> None:
+    monkeypatch.setattr(departures, "MAX_LOOKS", 2)
+    rig = Rig(num_pages=8)
+    rig.run("old", 8)
+    rig.cache.flush(Tier.HOST, deadline=time.monotonic() + HANG_S)
+    rig.run("new", 6)
+    assert (rig.on_device("new", 6), rig.on_host("old", 8)) == ([*range(6)], [*range(8)])
+    rig.cache._departures.send(chain_of("new", 6), to)
+    rig.turn(20)
+    assert not rig.cache._departures
+    assert rig.on_device("new", 6) == []
+    arrived = rig.on_host("new", 6) if to is Tier.HOST else rig.on_disk("new", 6)
+    assert arrived == [*range(6)]
+    rig.check_nothing_is_held()
 
 
 @pytest.mark.parametrize("seed", range(5))

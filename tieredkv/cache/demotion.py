@@ -176,8 +176,8 @@ class Demoter:
 
     def send(self, blocks: list[Block], pages: list[Block]) -> None:
         """Start copies of device blocks and writes of host pages, as far as there is room."""
+        self._write_out(pages)  # before copies take these pages
         self._copy_out(blocks)
-        self._write_out(pages)
         self.note_change()
 
     def on_copied(self, began_at: float, pairs: list[tuple[Block, Block]]) -> None:

@@ -4,6 +4,7 @@ Called by the engine's thread only.
 """
 
 import time
+from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
@@ -37,7 +38,7 @@ class Departures:
 
     def __init__(self, tiers: Tiers, demoter: Demoter) -> None:
         self._tiers, self._demoter = tiers, demoter
-        self._waiting: dict[BlockHash, _Departure] = {}
+        self._waiting: OrderedDict[BlockHash, _Departure] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -46,6 +47,12 @@ class Departures:
         """Begin to move blocks to HOST or DISK; a later call says better where a block goes."""
         departure = _Departure(to, time.monotonic() + PATIENCE_S)
         self._waiting.update(dict.fromkeys(hashes, departure))
+
+    def note_copied(self, pages: Iterable[Block]) -> None:
+        """Have blocks that have just got a page go on first, before other copies take the page."""
+        for page in pages if self._waiting else ():
+            if page.block_hash in self._waiting:
+                self._waiting.move_to_end(page.block_hash, last=False)
 
     def pump(self) -> None:
         """Drop the upper copies of blocks that have arrived, and start the moves of others."""

@@ -449,6 +449,7 @@ class TieredCache:
             self._demoter.note_change()
         for began_at, pairs in demoted:
             self._demoter.on_copied(began_at, pairs)
+            self._departures.note_copied(page for _, page in pairs)
         for event in tiers.disk_link.poll():
             self._handlers[type(event)](event)
 
