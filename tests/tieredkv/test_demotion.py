@@ -331,6 +331,23 @@ def test_an_allocation_larger_than_the_host_tier_drops_nothing_and_ends(
     assert rig.on_host("a", 12) == [0, 1, 2, 3]
 
 
+def test_what_a_tenant_can_spare_goes_through_a_small_host_tier_in_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(room, "PATIENCE_S", 1e9)
+    rig = Rig(num_blocks=5, num_pages=1)
+    rig.run("a", 5, "in_memory")
+    prefix = rig.queue("other/b", 3, "in_memory")
+    assert rig.tiers.device.floors == {b"ns": 2, b"other": 2}
+    for _ in range(20):
+        if rig.admit(prefix):
+            break
+        rig.turn()
+    else:
+        raise AssertionError("a clean block that was put back is never taken")
+    assert rig.tiers.counters.demotions_dropped == 0
+
+
 @pytest.mark.parametrize("reason", ["full", "io_error", "worker_down"])
 def test_a_store_that_fails_drops_blocks_and_hangs_nobody(reason: str) -> None:
     rig = Rig(num_blocks=4, num_pages=4)
