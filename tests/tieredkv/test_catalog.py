@@ -68,6 +68,19 @@ def test_due_names_each_expired_entry_once_and_leaves_the_others_queued() -> Non
     assert catalog.due(NOW + 1100).expired == [second]
 
 
+def test_an_entry_that_comes_back_in_its_second_is_queued_once() -> None:
+    catalog = make_catalog()
+    first, second = catalog.add_all([make_entry(number) for number in range(2)])
+    assert catalog.due(NOW + 600, 1).expired == [first]
+    catalog.forget(second.block_hash, "admin")
+    second = catalog.add(make_entry(1))
+    assert catalog.due(NOW + 600, 1).expired == [second]
+    for entry in (first, second):
+        catalog.forget(entry.block_hash, "expired")
+    catalog.check()
+    assert catalog.num_queued == 0
+
+
 def test_entries_due_at_once_are_named_a_few_at_a_time_and_each_once() -> None:
     catalog = make_catalog()
     entries = catalog.add_all([make_entry(number) for number in range(10)])

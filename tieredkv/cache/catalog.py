@@ -464,7 +464,7 @@ class Catalog:
             for block_hash in self._begun:
                 entry = self._entries.get(block_hash)
                 if entry is not None and entry.queued_second == self._begun_second:
-                    entry.queued_second = _NEVER
+                    self._unqueue(entry)  # it may have come back since, for the same second
                     return entry
             self._begun = None
         return None

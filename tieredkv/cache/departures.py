@@ -51,8 +51,8 @@ class Departures:
     def note_copied(self, pages: Iterable[Block]) -> None:
         """Have blocks that have just got a page go on first, before other copies take the page."""
         for page in pages if self._waiting else ():
-            if page.block_hash in self._waiting:
-                self._waiting.move_to_end(page.block_hash, last=False)
+            if (block_hash := page.block_hash) is not None and block_hash in self._waiting:
+                self._waiting.move_to_end(block_hash, last=False)
 
     def pump(self) -> None:
         """Drop the upper copies of blocks that have arrived, and start the moves of others."""
