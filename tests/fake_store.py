@@ -284,6 +284,7 @@ class Rig:
         announces: Whether the blocks of a chain are announced, by its name.
         busy_s: For how long the device is said to be busy.
         make_store: Makes the disk tier over the arena, with a clock.
+        tenants: The tenants of chains by name, besides those that a name has before a slash.
     """
 
     make_store: ClassVar[Callable[[torch.Tensor, Clock], FakeStore]] = FakeStore
@@ -335,6 +336,7 @@ class Rig:
         self.admitted: list[Chain] = []
         self.busy_s = 0.0
         self.num_computed = 0
+        self.tenants: dict[str, bytes] = {}
         self.announces: Callable[[str], bool] = lambda name: False
         self._fillers: dict[int, Chain | None] = {}  # of device blocks; None is a link
         self._found: dict[Chain, set[int]] = {}
@@ -346,7 +348,7 @@ class Rig:
         A name such as `alice/chat` is a chain of the tenant `alice`; other names share a tenant.
         """
         tenant, is_named, _ = name.partition("/")
-        namespace = tenant.encode() if is_named else b"ns"
+        namespace = tenant.encode() if is_named else self.tenants.get(name, b"ns")
         hashes = chain_of(name, length)
         prefix = Chain(root_of(name), namespace, hashes, claims=kept_by(retention))
         if self.announces(name):
@@ -388,14 +390,21 @@ class Rig:
         return prefix
 
     def admit(
-        self, prefix: Chain, num_blocks: int | None = None, *, is_alone: bool = False
+        self,
+        prefix: Chain,
+        num_blocks: int | None = None,
+        *,
+        is_alone: bool = False,
+        makes_room: bool = True,
     ) -> bool:
         """Try to give a request the blocks of its table; return whether it was admitted."""
         if not self.cache.is_settled(prefix):
             return False
         num_blocks = num_blocks or len(prefix.hashes)
         brought = {*prefix.row.indices(State.COMING)}  # copied up while it waited
-        is_admitted = bool(self.cache.admit(prefix, num_blocks, is_alone=is_alone))
+        is_admitted = bool(
+            self.cache.admit(prefix, num_blocks, is_alone=is_alone, makes_room=makes_room)
+        )
         if is_admitted:
             self.admitted.append(prefix)
             blocks = enumerate(prefix.blocks[: len(prefix.hashes)])
@@ -434,6 +443,14 @@ class Rig:
         self.check()
         return count
 
+    def seal(self, prefix: Chain, block_hash: BlockHash) -> None:
+        """Compute the private block behind a chain, and publish it."""
+        block = prefix.blocks[len(prefix.hashes)]
+        self.write(block, block_hash)
+        self.cache.seal(prefix, block_hash)
+        self._fillers[block.block_id] = prefix
+        self.check()
+
     def begin(self, prefix: Chain) -> None:
         """Compute some tokens of the first block that is not ready, if that may be computed."""
         index = self._num_ready(prefix)
@@ -454,7 +471,8 @@ class Rig:
         if index == len(prefix.hashes) or self.may_compute(prefix, index):
             return True
         is_copied_next = prefix.blocks[index].is_copying  # with the next `pump`
-        return bool(is_copied_next or self.store.jobs or self.transfer.has_pending)
+        is_moving = self.store.jobs or self.store.told or self.transfer.has_pending
+        return bool(is_copied_next or is_moving)
 
     def write(self, block: Block, block_hash: BlockHash) -> None:
         """Compute one block: write its right bytes into VRAM."""

@@ -29,7 +29,13 @@ class TieredCacheMachine(RuleBasedStateMachine):
     moves; operators evict. The learnt rates are any, right or wrong, and change, so that requests
     are divided between computing and loading in any way. At the end everything completes and
     nothing may be held.
+
+    Attributes:
+        final_patience_s: for how long a request waits for room at the end before blocks are dropped
+            for it. Everything completes then, so that none need be.
     """
+
+    final_patience_s = 1e9
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +229,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
             assert self.rig.can_go_on(prefix), "a request waits for nothing"
 
     def teardown(self) -> None:
-        room.PATIENCE_S = 1e9  # everything completes now, so no block needs to be dropped
+        room.PATIENCE_S = self.final_patience_s
         try:
             self.complete_all()
         finally:
@@ -239,9 +245,10 @@ class TieredCacheMachine(RuleBasedStateMachine):
             self.rig.finish(prefix)
         for prefix in self.waiting:
             for _ in range(50):
-                if self.rig.admit(prefix):
+                if self.rig.admit(prefix, is_alone=True):
                     break
                 self.rig.turn()
+                self.moment += 0.1
             else:
                 raise AssertionError("a queued request is never admitted")
             self.rig.finish(prefix)
