@@ -245,7 +245,7 @@ class FreeList:
         """
         if not count:
             return []
-        num_free, num_ranks, num_spared = len(self), self._num_ranks, 0
+        num_free, num_ranks, num_spare_taken = len(self), self._num_ranks, 0
         num_spare = num_free - self.floors.kept_from(tenant).num_all
         if count > (num_free if takes_kept else num_spare) and not is_partial:
             return []
@@ -253,7 +253,7 @@ class FreeList:
         if self.floors.by_tenant:
             walk = _Walk(tenant, most_looks)
             taken = self._walk(walk, count)
-            num_spared = len(taken)
+            num_spare_taken = len(taken)
             if takes_kept and num_spare < count:
                 num_lacking = count - max(num_spare, len(taken))
                 num_open = self.floors.kept_from(tenant).num_open
@@ -262,7 +262,7 @@ class FreeList:
         else:
             taken = self._walk_plain(count, most_looks)
         if len(taken) < count and not is_partial:
-            self._put_back(taken, num_ranks, num_spared)
+            self._put_back(taken, num_ranks, num_spare_taken)
             return []
         if makes_late:
             self._note_evicted(taken, tenant)
@@ -358,15 +358,15 @@ class FreeList:
             floors.note_kept(counts, counts.num_spare - walk.num_of[block.tenant] - 1)
         return block
 
-    def _put_back(self, taken: list[Block], num_ranks: int, num_spared: int) -> None:
+    def _put_back(self, taken: list[Block], num_ranks: int, num_spare_taken: int) -> None:
         """Put back what was taken since so many blocks had become due.
 
-        With floors, all but the first `num_spared` blocks are within the floors of their tenants.
+        With floors, all but the first `num_spare_taken` of them are within their tenants' floors.
         """
         for index, block in reversed([*enumerate(taken)]):
             if block.rank % _LINE > num_ranks:
                 self._put_young(block)
-            elif self.floors.by_tenant and index >= num_spared:
+            elif self.floors.by_tenant and index >= num_spare_taken:
                 self._keep(block)
             else:
                 self._put(block)
