@@ -7,6 +7,7 @@ import pytest
 from tests.fake_store import BLOCK_BYTES, Rig, chain_of
 from tests.waiting import deadline
 from tieredkv.cache import room
+from tieredkv.cache.chain import Chain
 from tieredkv.cache.demotion import MAX_MOVES, most_late
 from tieredkv.cache.disk_link import MIN_WRITES
 from tieredkv.cache.tiers import Tiers
@@ -314,6 +315,15 @@ def test_a_device_block_being_copied_out_is_not_reused_before_its_event() -> Non
     rig.check_nothing_is_held()
 
 
+def is_admitted_in_turns(rig: Rig, prefix: Chain) -> bool:
+    """Return whether a request is admitted within some turns."""
+    for _ in range(20):
+        if rig.admit(prefix):
+            return True
+        rig.turn()
+    return False
+
+
 def test_an_allocation_larger_than_the_host_tier_drops_nothing_and_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -321,12 +331,7 @@ def test_an_allocation_larger_than_the_host_tier_drops_nothing_and_ends(
     rig = Rig(num_blocks=12, num_pages=4)
     rig.run("a", 12, "in_memory")
     prefix = rig.queue("b", 12, "in_memory")
-    for _ in range(20):
-        if rig.admit(prefix):
-            break
-        rig.turn()
-    else:
-        raise AssertionError("blocks of the device go round in circles through the host")
+    assert is_admitted_in_turns(rig, prefix), "blocks go round in circles through the host"
     assert rig.tiers.counters.demotions_dropped == 0
     assert rig.on_host("a", 12) == [0, 1, 2, 3]
 
@@ -339,12 +344,7 @@ def test_what_a_tenant_can_spare_goes_through_a_small_host_tier_in_turns(
     rig.run("a", 5, "in_memory")
     prefix = rig.queue("other/b", 3, "in_memory")
     assert rig.tiers.device.floors == {b"ns": 2, b"other": 2}
-    for _ in range(20):
-        if rig.admit(prefix):
-            break
-        rig.turn()
-    else:
-        raise AssertionError("a clean block that was put back is never taken")
+    assert is_admitted_in_turns(rig, prefix), "a clean block that was put back is never taken"
     assert rig.tiers.counters.demotions_dropped == 0
 
 

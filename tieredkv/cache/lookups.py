@@ -118,7 +118,7 @@ class Lives:
         self._tiers = tiers
         self._awaited: set[BlockHash] = set()
 
-    def is_awaited(self, entry: Entry) -> bool:
+    def is_age_unknown(self, entry: Entry) -> bool:
         """Return whether the age of a block's copy is not known yet."""
         return entry.block_hash in self._awaited
 

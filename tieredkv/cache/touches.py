@@ -59,6 +59,6 @@ class Touches:
                     entry.hits += states[index] != computed
                     entries.append(entry)
             tiers.recheck(tiers.catalog.claim(entries, claim.retentions, now, claim.pinned_until))
-            on_disk = [it for it in entries if it.is_on_disk and not self._lives.is_awaited(it)]
+            on_disk = [it for it in entries if it.is_on_disk and not self._lives.is_age_unknown(it)]
             tiers.disk_link.touch(tiers.catalog.touch_items(on_disk, now))
             self._demoter.note_computed(entry for entry in entries if not entry.is_on_disk)
