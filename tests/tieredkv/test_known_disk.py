@@ -208,6 +208,22 @@ def test_what_leaves_memory_while_a_request_waits_for_room_is_read_ahead() -> No
     rig.check_nothing_is_held()
 
 
+def test_what_leaves_the_disk_while_a_request_waits_for_room_is_not_read_ahead() -> None:
+    rig = told(num_blocks=8)
+    first, prefix = rig.start("b", 6), rig.queue("a", 4)
+    rig.store.lose(prefix.hashes[2:])
+    rig.cache.poll()
+    assert not rig.admit(prefix)
+    rig.turn(3)
+    assert sorted(rig.store.loaded) == sorted(prefix.hashes[:2])
+    assert rig.tiers.counters.load_failures == {}
+    rig.finish(first)
+    while not rig.admit(prefix):
+        rig.turn()
+    assert rig.finish(prefix) == 2
+    rig.check_nothing_is_held()
+
+
 def test_a_request_with_read_ends_hits_at_the_last_of_them_that_the_disk_has() -> None:
     rig = told()
     prefix = rig.chain("a", 6)

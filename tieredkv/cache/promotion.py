@@ -393,10 +393,13 @@ class Promoter:
                 recall.is_begun |= self._copy_if_wanted(page, block_hash, Tier.HOST)
             row.leave([index])
             return True
-        if recall.is_admitted and not self.recalls.is_open(block_hash):
+        if recall.is_admitted:
+            is_wanted = self.recalls.is_open(block_hash)
+        else:  # the disk may have dropped it since
+            is_wanted = recall.chain.is_on_disk(index, self._tiers.clock.now())
+        if not is_wanted:
             row.leave([index])
-            return True
-        return False
+        return not is_wanted
 
     def _begin(self, chain: Chain, index: int, now: float) -> bool:
         """Queue a read of a request's block if there is a page to read it into."""
