@@ -721,3 +721,18 @@ def test_what_is_evicted_from_vram_while_it_is_copied_down_expires_like_other_bl
     rig.turn()
     assert rig.on_host("a", 4) == []
     rig.check_nothing_is_held()
+
+
+def test_what_is_computed_again_while_an_earlier_copy_of_it_goes_down_needs_no_other() -> None:
+    rig = Rig(num_blocks=8)
+    rig.run("a", 4)
+    rig.transfer.is_held = True
+    assert rig.cache._demoter.demote(4) == 4
+    whole(rig.cache.operations.evict(lambda _: True, [Tier.DEVICE]))
+    assert rig.run("a", 4) == 4
+    rig.transfer.is_held = False
+    rig.turn()
+    assert rig.on_host("a", 4) == rig.on_device("a", 4) == [0, 1, 2, 3]
+    assert rig.cache.flush(Tier.HOST, deadline=time.monotonic() + 30.0)
+    assert rig.tiers.counters.demoted_host_blocks == 4
+    rig.check_nothing_is_held()

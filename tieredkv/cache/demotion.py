@@ -186,16 +186,15 @@ class Demoter:
         tiers.counters.note_move("device,host", began_at)
         tiers.counters.demoted_host_blocks += len(pairs)
         self._num_copying -= len(pairs)
-        landed = list[Block]()
+        arrived = dict[BlockHash, Block]()
         for block, page in pairs:
-            block_hash = page.block_hash
-            if block_hash is not None:  # if not, it expired or an operator evicted it
+            if page.block_hash is not None:  # if not, it expired or an operator evicted it
                 tiers.host.fill(page)
-                page.is_clean = tiers.is_host_clean(block_hash)
-                block.is_clean = True
-                if self._num_overdue > 0 and block_hash in tiers.catalog.owed:
-                    landed.append(page)
+                arrived[page.block_hash] = page
             tiers.device.unpin(block)
+        tiers.recheck(arrived)
+        owed = tiers.catalog.owed if self._num_overdue > 0 else ()
+        landed = [page for block_hash, page in arrived.items() if block_hash in owed]
         self._write_out(landed)  # before others take their room
         tiers.release_pages(page for _, page in pairs)
         self._is_stale = True

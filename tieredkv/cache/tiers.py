@@ -279,6 +279,8 @@ class Tiers:
                 is_elsewhere = tier is Tier.HOST and self.device.lookup(block_hash) is not None
                 if block.is_clean and not (is_clean[tier](block_hash) or is_elsewhere):
                     raise IntegrityError(f"block {block.block_id} of {tier} is not clean")
+                if is_clean[tier](block_hash) and not block.is_clean:
+                    raise IntegrityError(f"block {block.block_id} of {tier} counts as not clean")
                 if block.is_double and not all(self.device.holds_young([block_hash])):
                     what = f"page {block.block_id} is a duplicate"
                     raise IntegrityError(f"{what}, but VRAM does not keep its block")
