@@ -224,6 +224,23 @@ def test_what_leaves_the_disk_while_a_request_waits_for_room_is_not_read_ahead()
     rig.check_nothing_is_held()
 
 
+def test_what_the_disk_turns_out_to_lack_is_not_read_again_though_an_answer_told_of_it() -> None:
+    rig = Rig(num_blocks=8)
+    rig.store.put("a", 4)
+    first, prefix = rig.start("b", 6), rig.queue("a", 4)
+    while rig.store.lookups:
+        rig.store.answer(0)
+    rig.store.blocks.clear()
+    for _ in range(4):
+        assert not rig.admit(prefix)
+        rig.turn(2)
+        rig.cache._room._refused.clear()  # as if there were more room
+    assert rig.tiers.counters.load_failures == {"missing": 4}
+    rig.finish(first)
+    rig.cache.release(prefix)
+    rig.check_nothing_is_held()
+
+
 def test_a_request_with_read_ends_hits_at_the_last_of_them_that_the_disk_has() -> None:
     rig = told()
     prefix = rig.chain("a", 6)

@@ -306,8 +306,6 @@ class Promoter:
                 tiers.counters.overtaken_blocks += 1
         else:
             count_failure(tiers.counters.load_failures, reason, _FAILED)
-            if read.reason == "missing":
-                tiers.presence.discard([block_hash])
             told = _MISS_REASONS.get(reason, "corrupt")
             tiers.catalog.miss_reasons.note(block_hash, told, read.until)
             self._lose(block_hash, index, told)

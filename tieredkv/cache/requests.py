@@ -101,7 +101,7 @@ class TieredCache:
         self._room = Room(tiers, self._promoter, self._demoter, self._hits.readable, self.poll)
         self.operations = Operations(tiers, self._promoter, self._demoter, self._departures)
         self._handlers: dict[type, Callable[[Any], object]] = {
-            Read: self._promoter.on_read,
+            Read: self._on_read,
             Write: self._demoter.on_written,
             Held: tiers.presence.take,
             Gone: self._on_gone,
@@ -533,12 +533,21 @@ class TieredCache:
 
     # Inside
 
+    def _on_read(self, read: Read) -> None:
+        if read.reason == "missing":
+            self._note_absent([read.block_hash])
+        self._promoter.on_read(read)
+
     def _on_gone(self, gone: Gone) -> None:
-        self._tiers.presence.discard(gone.hashes)
-        self._lookups.note_gone(gone.hashes)
-        self._tiers.events.note_gone(gone.hashes)
+        self._note_absent(gone.hashes)
         if gone.reason == OPERATOR:
             self._tiers.catalog.miss_reasons.note_deleted(map(BlockHash, gone.hashes))
+
+    def _note_absent(self, hashes: Sequence[bytes]) -> None:
+        """Count these blocks as being on disk no longer, wherever that was noted."""
+        self._tiers.presence.discard(hashes)
+        self._lookups.note_gone(hashes)
+        self._tiers.events.note_gone(hashes)
 
     def _forget_disk(self) -> None:
         """Count no block as being on disk, since another worker has started."""
