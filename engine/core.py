@@ -43,7 +43,9 @@ between VRAM and host memory wake nobody.
 """
 
 BUSY_DEVICE_POLL_S = 0.0005
-"""The same while no step is due, since the device has enough to compute."""
+"""While the device computes, and no step is due yet, the thread looks so often whether a copy has
+ended.
+"""
 
 ISSUE_AHEAD_S = 0.015
 """A step is issued so long before the device has computed the last one, and not sooner: requests
@@ -51,10 +53,15 @@ that come meanwhile, and blocks that are loaded meanwhile, have a part in it.
 """
 
 ISSUE_AHEAD_SHARE = 0.05
-"""The same as a share of the steps that were issued, beyond that: they may end sooner."""
+"""By this share of the steps that the device has yet to compute, the next one is issued earlier
+still: they may end sooner than expected.
+"""
 
 PLAN_AGAIN_S = 0.005
+"""The longest time until the next plan while the cache waits for something."""
+
 TOUCH_AGAIN_S = 10.0
+"""The blocks of a request that ends so long after they were refreshed are refreshed again."""
 
 
 class _Launched(NamedTuple):

@@ -44,6 +44,7 @@ from tieredkv.wire.arena import HostArena
 logger = logging.getLogger(__name__)
 
 CPU_DEVICE_BYTES = 256 << 20
+"""Memory for blocks where there is no GPU and the settings name no size."""
 
 TIER: TierKind = DISK
 """What backs host memory where `disk_dir` is set."""

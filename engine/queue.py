@@ -30,7 +30,11 @@ from tieredkv.hashing import num_shared
 from tieredkv.types import BlockHash
 
 WINDOW = 64
+"""Requests, or tenants, at the head of a queue that are compared with one another."""
+
 MAX_PASSES = 64
+"""A request is next in any case once so many others have been admitted before it."""
+
 MOST_AWAY = 64
 """Tenants without requests that are remembered in any case, though they start level with others."""
 

@@ -88,7 +88,7 @@ class StepPlan:
         if write_from == start:
             first, last = start // self._block_size, self._last_block(chain, end)
             self._claimed.update(block.block_id for block in chain.blocks[first:last])
-            self._cache.claim(chain, first, last)
+            self._cache.begin_compute(chain, first, last)
         row = BatchRow(
             token_ids=request.token_ids[start:end],
             start=start,

@@ -5,8 +5,8 @@ it. It says what it knows of the block from the chain of tokens, so that the tie
 block that it finds under the same name. A loan ends with an event, and only with that.
 
 This module knows no tier. The disk is one (`storage.client.client`), and the engine opens what
-`engine.parts.TIER` names. To add another one, implement `BackingTier` and name it there;
-`tests/folder_tier.py` is a small one.
+`engine.parts.TIER` names. To have another one in its place, implement `BackingTier`
+and name it there; `tests/folder_tier.py` is a small one.
 """
 
 import math

@@ -18,7 +18,7 @@ def why_missed(_prefix: Chain, index: int) -> str:
 
 
 def computed_sooner(prefix: Chain, index: int) -> str:
-    return prefix.row.lost.get(index, "never_seen")
+    return prefix.row.why_computed.get(index, "never_seen")
 
 
 def make_request(num_prompt_tokens: int, sources: list[Tier | None]) -> Request:
@@ -64,7 +64,7 @@ def test_blocks_that_a_request_computed_before_its_preemption_are_no_hit() -> No
 
 def test_tokens_that_were_computed_although_the_disk_had_them_are_not_counted_as_cached() -> None:
     request = make_request(80, [None, None, Tier.DISK, None])
-    request.chain.row.lost = dict.fromkeys([0, 1], "computed_sooner")
+    request.chain.row.why_computed = dict.fromkeys([0, 1], "computed_sooner")
     usage = request.measure_usage(SIZE, 0, computed_sooner)
     assert (usage.cached_tokens, usage.recomputed_tokens, usage.written_tokens) == (16, 32, 16)
     assert usage.split_token == 32
@@ -73,7 +73,7 @@ def test_tokens_that_were_computed_although_the_disk_had_them_are_not_counted_as
 
 def test_where_all_was_found_the_reason_of_the_miss_is_that_computing_was_faster() -> None:
     request = make_request(70, [Tier.DEVICE, None, None, Tier.HOST])
-    request.chain.row.lost = dict.fromkeys([1, 2], "computed_sooner")
+    request.chain.row.why_computed = dict.fromkeys([1, 2], "computed_sooner")
     usage = request.measure_usage(SIZE, 0, computed_sooner)
     assert (usage.cached_tokens, usage.recomputed_tokens, usage.written_tokens) == (32, 32, 0)
     assert (usage.miss_token, usage.miss_reason) == (16, "computed_sooner")
@@ -82,7 +82,7 @@ def test_where_all_was_found_the_reason_of_the_miss_is_that_computing_was_faster
 
 def test_a_block_whose_load_failed_is_a_miss_and_not_a_choice() -> None:
     request = make_request(70, [None, Tier.DISK, Tier.DISK, Tier.DISK])
-    request.chain.row.lost = {0: "corrupt"}
+    request.chain.row.why_computed = {0: "corrupt"}
     usage = request.measure_usage(SIZE, 0, why_missed)
     assert (usage.recomputed_tokens, usage.written_tokens) == (0, 16)
     assert (usage.miss_token, usage.miss_reason) == (0, "block 0")

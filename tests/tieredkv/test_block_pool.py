@@ -186,12 +186,12 @@ def test_dirty_blocks_are_named_oldest_first_until_a_copy_reads_them() -> None:
     assert ids(dirty(pool, 3)) == [7, 6, 5]
     assert ids(dirty(pool, 3, at_most=2)) == [7, 6]
     for block in dirty(pool, 2):
-        pool.pin(block)
+        pool.add_reader(block)
     assert ids(dirty(pool, 3)) == [5], "two are on their way"
     for block_id in (6, 7):
         block = next(block for block in pool.evictable() if block.block_id == block_id)
         pool.put_clean(block, True)
-        pool.unpin(block)
+        pool.remove_reader(block)
         pool.check()
     assert dirty(pool, 2) == []
     assert ids(pool.evictable()) == [7, 6, 5, 4, 3, 2, 1, 0], "none has changed its place"
@@ -335,30 +335,30 @@ def test_a_touch_leaves_used_and_empty_blocks_alone(pool: BlockPool) -> None:
     assert ids(take(pool, 2)) == [5, 4]
 
 
-def test_a_pinned_block_keeps_its_place_and_is_not_reused(pool: BlockPool) -> None:
+def test_a_block_that_a_copy_reads_keeps_its_place_and_is_not_reused(pool: BlockPool) -> None:
     first, _ = keep(pool, "a0", "a1")
     take(pool, pool.num_empty)
     (oldest, youngest) = ids(pool.evictable())
-    pinned = next(iter(pool.evictable()))
-    pool.pin(pinned)
+    read = next(iter(pool.evictable()))
+    pool.add_reader(read)
     assert ids(pool.evictable()) == [oldest, youngest]
     assert pool.allocate(2).blocks is None
     assert ids(take(pool, 1)) == [youngest]
-    pool.unpin(pinned)
+    pool.remove_reader(read)
     assert ids(take(pool, 1)) == [oldest]
     assert first.ref_count == 1
 
 
-def test_a_pinned_block_that_loses_its_hash_comes_back_with_its_last_pin(pool: BlockPool) -> None:
+def test_a_block_that_loses_its_hash_comes_back_with_its_last_reader(pool: BlockPool) -> None:
     (block,) = keep(pool, "a")
     num_free = pool.num_free
-    pool.pin(block)
-    pool.pin(block)
+    pool.add_reader(block)
+    pool.add_reader(block)
     pool.drop(name("a"))
     assert pool.num_free == num_free - 1
-    pool.unpin(block)
+    pool.remove_reader(block)
     assert pool.num_free == num_free - 1
-    pool.unpin(block)
+    pool.remove_reader(block)
     assert pool.num_free == num_free
     pool.check()
 
@@ -532,7 +532,7 @@ def test_a_duplicate_that_may_not_go_is_passed_over(pool: BlockPool, evicted: Ev
     _, moving, _, pinned = (keep_doubled(pool, text)[0] for text in "abcd")
     keep(pool, "other")
     put_dirty(pool, "a")
-    pool.pin(moving)
+    pool.add_reader(moving)
     pool.pinned = {name("d")}
     pool.touch([name("d")])
     held = keep_doubled(pool, "e")
@@ -541,7 +541,7 @@ def test_a_duplicate_that_may_not_go_is_passed_over(pool: BlockPool, evicted: Ev
     take(pool, 2, evicted)
     assert [lost for _, lost in evicted] == [name("c"), name("other")]
     assert pool.allocate(1).blocks is None, "what is not clean yet goes before what is pinned"
-    pool.unpin(moving)
+    pool.remove_reader(moving)
     take(pool, 1, evicted)
     assert [lost for _, lost in evicted][2:] == [name("b")]
     assert pinned.block_hash is not None
@@ -596,7 +596,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.ready: set[int] = set()
         self.empty = list(range(num_blocks))
         self.evictable: list[int] = []
-        self.pins: dict[int, int] = {}
+        self.readers: dict[int, int] = {}
         self.duplicates: set[int] = set()
 
     def used(self) -> list[int]:
@@ -636,7 +636,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
             self.blocks[block_id].is_double = block_hash in map(name, texts)
 
     def give_back(self, block_id: int) -> None:
-        if not self.pins.get(block_id):  # a pinned block becomes empty after its last unpin
+        if not self.readers.get(block_id):  # else with its last reader
             self.ready.discard(block_id)
             self.empty.append(block_id)
 
@@ -645,7 +645,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         for block_id, block in self.blocks.items():
             self.pool.put_clean(block, block_id not in (refused or ()))
         blocks, evicted, _ = self.pool.allocate(count)
-        barred = set(refused or ()) | {i for i, count in self.pins.items() if count}
+        barred = set(refused or ()) | {i for i, count in self.readers.items() if count}
         candidates = self.empty + [i for i in self.free() if i not in barred]
         if len(candidates) < count:
             assert blocks is None
@@ -702,17 +702,17 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
     @precondition(lambda self: self.used() or self.free())
     @rule(data=st.data())
-    def pin(self, data: st.DataObject) -> None:
+    def add_reader(self, data: st.DataObject) -> None:
         block_id = data.draw(st.sampled_from(self.used() + self.free()))
-        self.pool.pin(self.blocks[block_id])
-        self.pins[block_id] = self.pins.get(block_id, 0) + 1
+        self.pool.add_reader(self.blocks[block_id])
+        self.readers[block_id] = self.readers.get(block_id, 0) + 1
 
-    @precondition(lambda self: any(self.pins.values()))
+    @precondition(lambda self: any(self.readers.values()))
     @rule(data=st.data())
-    def unpin(self, data: st.DataObject) -> None:
-        block_id = data.draw(st.sampled_from([i for i, count in self.pins.items() if count]))
-        self.pool.unpin(self.blocks[block_id])
-        self.pins[block_id] -= 1
+    def remove_reader(self, data: st.DataObject) -> None:
+        block_id = data.draw(st.sampled_from([i for i, count in self.readers.items() if count]))
+        self.pool.remove_reader(self.blocks[block_id])
+        self.readers[block_id] -= 1
         if not self.users[block_id] and block_id not in self.hashes:
             self.give_back(block_id)
 

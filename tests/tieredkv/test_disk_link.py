@@ -67,7 +67,7 @@ class Rig:
         }
         entry = Entry(**shared, claims=frozenset({"24h"}))
         record = BlockRecord(**shared, size_bytes=BLOCK_BYTES, retention="24h", expires_at=1.0)
-        self.pool.pin(page)
+        self.pool.add_reader(page)
         self.memory[page.block_id] = torch.frombuffer(
             bytearray(payload_of(block_hash)), dtype=torch.uint8
         )

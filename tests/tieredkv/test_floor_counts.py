@@ -111,7 +111,7 @@ def test_an_allocation_evicts_exactly_the_oldest_blocks_that_floors_do_not_keep(
 def test_what_floors_keep_is_counted_right_whatever_waits_for_copies(seed: int) -> None:
     naive = Naive(random.Random(seed))
     pool, choose = naive.pool, naive.choose
-    pinned = list[Block]()
+    read = list[Block]()
     for _ in range(80):
         naive.change()
         tenant = choose.choice((None, *naive.tenants))
@@ -128,13 +128,13 @@ def test_what_floors_keep_is_counted_right_whatever_waits_for_copies(seed: int) 
         num_ahead = choose.randrange(pool.num_blocks)
         pool.look_ahead(num_ahead, num_ahead)
         for block in pool.dirty(num_ahead, 3):
-            pool.pin(block)
-            pinned.append(block)
-        while pinned and choose.random() < 0.6:
-            block = pinned.pop(choose.randrange(len(pinned)))
+            pool.add_reader(block)
+            read.append(block)
+        while read and choose.random() < 0.6:
+            block = read.pop(choose.randrange(len(read)))
             if block.block_hash is not None:
                 pool.put_clean(block, True)
-            pool.unpin(block)
+            pool.remove_reader(block)
         naive.check()
 
 
@@ -199,7 +199,7 @@ def test_a_pinned_block_is_evicted_if_floors_keep_all_that_are_not_pinned() -> N
     pool.pinned = {BlockHash(b"x")}
     keep(pool, b"quiet", b"abc")
     keep(pool, b"flood", b"x")
-    assert (pool.num_pinned, pool.num_free_for(b"flood")) == (1, 1)
+    assert (pool.num_last, pool.num_free_for(b"flood")) == (1, 1)
     assert pool.allocate(1, tenant=b"flood").blocks is not None
     assert pool.hashes == [b"a", b"b", b"c"]
     pool.check()

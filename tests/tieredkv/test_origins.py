@@ -74,7 +74,7 @@ def test_a_block_that_a_request_takes_over_and_computes_was_on_disk(slow_disk: R
     rig.cache.release(first)
     assert rig.compute(second) == 3
     assert second.origins() == [None] * 3
-    assert second.row.lost == dict.fromkeys(range(3), "computed_sooner")
+    assert second.row.why_computed == dict.fromkeys(range(3), "computed_sooner")
     rig.end(second)
 
 
@@ -86,7 +86,7 @@ def test_a_block_that_a_request_takes_over_was_nowhere_if_the_other_had_to_compu
     rig.cache.release(first)
     assert rig.compute(second) == 2
     assert second.origins() == [Tier.DEVICE, None, None]
-    assert not second.row.lost
+    assert not second.row.why_computed
     rig.end(second)
 
 

@@ -411,7 +411,7 @@ def test_the_deadline_of_a_pinned_block(
 
 def test_a_block_that_was_due_before_floors_came_is_evicted_when_its_turn_comes() -> None:
     pool = BlockPool(1)
-    pool.most_pinned = 1
+    pool.most_last = 1
 
     def keep(block_hash: BlockHash) -> Block:
         [block] = pool.allocate(1).blocks or []

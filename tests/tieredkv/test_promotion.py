@@ -370,7 +370,7 @@ def test_more_is_read_ahead_before_the_thread_is_away(monkeypatch: pytest.Monkey
 def test_nothing_is_copied_into_a_block_that_a_step_will_compute() -> None:
     rig = Rig(restore="auto")
     prefix = rig.start("a", 3)
-    rig.cache.claim(prefix, 0, 1)
+    rig.cache.begin_compute(prefix, 0, 1)
     assert [rig.cache._recalls.is_open(each) for each in prefix.hashes] == [False, True, True]
     rig.finish(prefix)
 

@@ -39,7 +39,7 @@ class Block:
     Attributes:
         block_id: index in the pool's memory.
         ref_count: number of users; 0 means that it is in the free list.
-        pin_count: number of copies that read the content; above 0 its memory is not reused.
+        num_readers: number of copies that read the content; above 0 its memory is not reused.
         block_hash: identity of the content, None for a private or an empty block.
         content: how far it has come; the methods below change it.
         is_ready: whether a step can begin with the content, as it is early or ready. A hashed block
@@ -51,14 +51,14 @@ class Block:
         is_clean: whether evicting it loses nothing; set by `BlockPool.put_clean`.
         is_double: whether a faster tier keeps the same content; it then goes before other blocks.
             A change applies from its next use on.
-        line, part, rank: where it is in the free list; `part` is None while it is in use or empty,
+        part, rank: where it is in the free list; `part` is None while it is in use or empty,
             and `rank` is 0 until its turn has come.
         place: what the order of eviction remembers of it; None for new content.
     """
 
     block_id: int
     ref_count: int = 0
-    pin_count: int = 0
+    num_readers: int = 0
     block_hash: BlockHash | None = field(default=None, repr=False)  # no log may show it
     content: Content = Content.EMPTY
     is_ready: bool = False

@@ -153,7 +153,7 @@ class Chain:
 
     def computed_sooner(self, indices: Iterable[int]) -> list[int]:
         """Return which blocks were computed though a slower tier had them, to have them sooner."""
-        lost = self.row.lost
+        lost = self.row.why_computed
         return [index for index in indices if lost.get(index) == COMPUTED_SOONER] if lost else []
 
     def has_at(self, index: int, block_hash: BlockHash) -> bool:

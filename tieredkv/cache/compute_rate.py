@@ -35,13 +35,13 @@ _NEAR_LEAST = 1.1
 """A step that took no more than so many times the least one says nothing about its tokens."""
 
 _CHANGED = 1.5
+"""A step that takes so many times what was expected may mean that the device itself has changed."""
+
 _NUM_CHANGED = 6
-"""If so many steps in turn take so many times what was expected before the first of them, the
-device itself has changed. Fewer steps are enough if they take more.
-"""
+"""The device has changed if so many steps in turn say so; fewer are enough if they take longer."""
 
 _LEAST_CHANGED = 4
-"""The least number of such steps."""
+"""The least number of steps that tell of a changed device."""
 
 _FAR = 3.0
 """A step of an earlier run is not believed if it took so many times what is expected of it."""

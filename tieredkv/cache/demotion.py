@@ -49,8 +49,8 @@ the disk takes them, such pages would fill all of host memory, so the oldest are
 """
 
 LEAST_LATE_BYTES = 64 << 20
-"""So much may be late in any case, up to a sixteenth of host memory: what a disk writes in the time
-for which it may well pause.
+"""Blocks of so many bytes may be late, whatever share of host memory they are, up to a sixteenth of
+it: what a disk writes in the time for which it may well pause.
 """
 
 
@@ -63,8 +63,7 @@ def most_late(num_pages: int, payload_bytes: int) -> int:
 class Demoter:
     """Keeps a reserve of clean blocks in VRAM, and host memory clean.
 
-    A block is pinned while it is copied or written, so that it keeps its place in the order of
-    eviction.
+    A block that is copied or written keeps its place in the order of eviction (`add_reader`).
 
     Invariant (`check`): the number of pages being written stays within the cap.
 
@@ -191,7 +190,7 @@ class Demoter:
             if page.block_hash is not None:  # if not, it expired or an operator evicted it
                 tiers.host.fill(page)
                 arrived[page.block_hash] = page
-            tiers.device.unpin(block)
+            tiers.device.remove_reader(block)
         tiers.recheck(arrived)
         owed = tiers.catalog.owed if self._num_overdue > 0 else ()
         landed = [page for block_hash, page in arrived.items() if block_hash in owed]
@@ -222,7 +221,7 @@ class Demoter:
             if until > record.expires_at or (entry.pinned_until, entry.hits) != noted:
                 self._disk_link.touch(catalog.touch_items([entry], now))  # used meanwhile
         tiers.recheck([entry.block_hash])
-        tiers.host.unpin(write.page)
+        tiers.host.remove_reader(write.page)
 
     def drop_oldest(self, num_blocks: int) -> None:
         """Give up the demotion of the oldest dirty blocks, so that device blocks can be evicted.
@@ -324,12 +323,12 @@ class Demoter:
                 break
             owed.move_to_end(block_hash)
             page, block = tiers.host.lookup(block_hash), tiers.device.lookup(block_hash)
-            if page is not None and page.is_ready and not page.pin_count:
+            if page is not None and page.is_ready and not page.num_readers:
                 pages.append(page)
             elif page is None and block is not None and block.is_whole:
                 blocks.append(block)
         num_written, num_copied = self._write_out(pages), self._copy_out(blocks)
-        self._put_first(owed, [block for block in blocks if not block.pin_count])
+        self._put_first(owed, [block for block in blocks if not block.num_readers])
         self.has_more = self.has_more or max(num_written, num_copied) >= at_most
         return num_written
 
@@ -349,7 +348,7 @@ class Demoter:
             if tiers.host.lookup(block_hash) is None:
                 blocks.append(block)
         num_started = self._copy_out(blocks, only_empty=True)
-        left = [block for block in blocks if not block.pin_count]
+        left = [block for block in blocks if not block.num_readers]
         self._put_first(computed, left)
         return at_most if num_looks == LOOKS_PER_MOVE * at_most and not left else num_started
 
@@ -390,7 +389,7 @@ class Demoter:
                 tiers.device.postpone(block)
         for block, page in pairs:
             assert block.block_hash is not None, block
-            tiers.device.pin(block)
+            tiers.device.add_reader(block)
             tiers.host.insert(page, block.block_hash, block.tenant)
         self._num_copying += len(pairs)
         if pairs:
@@ -426,7 +425,7 @@ class Demoter:
             if num_begun >= room:
                 break
             record = catalog.record(entry, size_bytes=tiers.payload_bytes, expires_at=expires_at)
-            tiers.host.pin(page)
+            tiers.host.add_reader(page)
             self._disk_link.write(record, page, entry, began_at)
             num_begun += 1
         self._disk_link.send()

@@ -44,7 +44,7 @@ class Departures:
         return len(self._waiting)
 
     def send(self, hashes: Iterable[BlockHash], to: Tier) -> None:
-        """Begin to move blocks to HOST or DISK; a later call says better where a block goes."""
+        """Begin to move blocks to a slower tier; a later call says better where a block goes."""
         departure = _Departure(to, time.monotonic() + PATIENCE_S)
         self._waiting.update(dict.fromkeys(hashes, departure))
 

@@ -85,6 +85,12 @@ class Read:
         return BlockHash(self.lent.block_hash)
 
     @property
+    def index(self) -> int:
+        """Index of the block in its chain."""
+        assert self.lent.position is not None, "a chain is known"
+        return self.lent.position
+
+    @property
     def namespace(self) -> bytes:
         """Namespace of the block."""
         return self.lent.namespace
@@ -126,7 +132,8 @@ class DiskLink:
     Reads and writes are queued by `read` and `write`, and `send` starts what is queued. How much
     the disk is given ahead follows from its measured rate.
 
-    Invariants (`check`): a page that is read into is held, and one that is written is pinned.
+    Invariants (`check`): a page that is read into is held, and one that is written has a
+    reader.
 
     Attributes:
         times_of: reads the times of a block from what a lookup has found.
@@ -307,6 +314,6 @@ class DiskLink:
         if any(read.page.ref_count < 1 for read in self._reads.values()):
             raise IntegrityError("a page is read into, but not held")
         for block_hash, write in self._writes.items():
-            if write.page.pin_count < 1:
+            if write.page.num_readers < 1:
                 what = f"the page of {block_hash.hex()[:12]} is being written"
-                raise IntegrityError(f"{what}, but it is not pinned")
+                raise IntegrityError(f"{what}, but it has no reader")

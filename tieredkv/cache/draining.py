@@ -14,6 +14,7 @@ from tieredkv.cache.tiers import Tiers
 from tieredkv.types import Progress, Tier
 
 POLL_S = 0.0005
+"""A drain looks so often for what has ended."""
 
 
 class Drained(NamedTuple):

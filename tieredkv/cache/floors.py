@@ -23,18 +23,18 @@ class Kept(NamedTuple):
 
     Attributes:
         num_all: all of them.
-        num_unpinned: the same if only the blocks that are not pinned counted as evictable.
+        num_before_last: the same if blocks that are evicted last did not count as evictable.
         num_open: those that wait for a copy although they are kept, since floors gave way.
     """
 
     num_all: int = 0
-    num_unpinned: int = 0
+    num_before_last: int = 0
     num_open: int = 0
 
     def plus(self, other: "Kept", sign: int = 1) -> "Kept":
         """Return the sum, or the difference if `sign` is -1."""
-        num_all, num_unpinned = self[0] + sign * other[0], self[1] + sign * other[1]
-        return Kept(num_all, num_unpinned, self[2] + sign * other[2])
+        num_all, num_before_last = self[0] + sign * other[0], self[1] + sign * other[1]
+        return Kept(num_all, num_before_last, self[2] + sign * other[2])
 
 
 @dataclass(slots=True, eq=False)
@@ -66,9 +66,11 @@ class Tenant:
 
     def count(self) -> Kept:
         """Return how many of its evictable blocks are kept."""
-        num_spare, num_unpinned = self.num_spare, self.num_free - self.num_last
+        num_spare, num_before_last = self.num_spare, self.num_free - self.num_last
         num_open = max(0, self.num_waiting - num_spare)
-        return Kept(max(0, self.num_free - num_spare), max(0, num_unpinned - num_spare), num_open)
+        return Kept(
+            max(0, self.num_free - num_spare), max(0, num_before_last - num_spare), num_open
+        )
 
 
 class Floors:

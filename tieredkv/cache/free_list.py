@@ -152,17 +152,17 @@ class FreeList:
 
     def put_clean(self, block: Block, is_clean: bool) -> None:
         """Note whether evicting a block of the list loses nothing."""
-        self._note_state(block, is_clean, block.pin_count)
+        self._note_state(block, is_clean, block.num_readers)
 
-    def put_pins(self, block: Block, pin_count: int) -> None:
+    def put_readers(self, block: Block, num_readers: int) -> None:
         """Note how many copies read a block of the list."""
-        self._note_state(block, block.is_clean, pin_count)
+        self._note_state(block, block.is_clean, num_readers)
 
-    def _note_state(self, block: Block, is_clean: bool, pin_count: int) -> None:
-        block.is_clean, block.pin_count = is_clean, pin_count
+    def _note_state(self, block: Block, is_clean: bool, num_readers: int) -> None:
+        block.is_clean, block.num_readers = is_clean, num_readers
         if not block.rank or self.is_kept(block):
             return
-        if is_clean or pin_count or block.part not in self._waiting:
+        if is_clean or num_readers or block.part not in self._waiting:
             self._take_out(block)
             self._put(block)
 
@@ -188,11 +188,11 @@ class FreeList:
 
     def _put(self, block: Block) -> None:
         """Put a due block that is in no part into the one of its state."""
-        if block.is_clean and not block.pin_count:
+        if block.is_clean and not block.num_readers:
             block.part = self._clean
             self._clean.add(block, block.rank)
         else:
-            block.part = self._moving if block.pin_count else self._dirty[block.rank // _LINE]
+            block.part = self._moving if block.num_readers else self._dirty[block.rank // _LINE]
             block.part.add(block)
             if self.floors.by_tenant:
                 self.floors.change(block.tenant).num_waiting += 1
@@ -284,7 +284,7 @@ class FreeList:
 
     def _walk(self, walk: "_Walk", count: int) -> list[Block]:
         """Take the next blocks out of their parts, `count` of them at most."""
-        num_kept = 0 if walk.takes_kept else self.floors.kept_from(walk.tenant).num_unpinned
+        num_kept = 0 if walk.takes_kept else self.floors.kept_from(walk.tenant).num_before_last
         taken: list[Block] = []
         for line in LINES:
             most = self._most_in(line, count, num_kept)
@@ -315,7 +315,7 @@ class FreeList:
                 young = self._take_young(line, num)
                 most_looks -= len(young)
                 for block in young:
-                    if block.is_clean and not block.pin_count:
+                    if block.is_clean and not block.num_readers:
                         taken.append(block)
                     else:
                         self._put(block)
@@ -330,7 +330,7 @@ class FreeList:
                 self._keep(block)
                 self.floors.note_kept(counts, num_spare)
                 return False
-        if block.is_clean and not block.pin_count:
+        if block.is_clean and not block.num_readers:
             return True
         self._put(block)
         return False
@@ -450,7 +450,7 @@ class FreeList:
             num_in[self.line_of(block)] += 1
             if not block.rank:
                 is_right = block.part in self.young
-            elif block.pin_count:
+            elif block.num_readers:
                 is_right = block.part is self._moving or id(block.part) in kept
             else:
                 parts = (self._clean,) if block.is_clean else self._waiting

@@ -94,21 +94,21 @@ class Hits:
         hashes, now = chain.hashes, self._tiers.clock.now()
         in_vram, in_host = self._tiers.device.lookup, self._tiers.host.lookup
 
-        def is_in_ram(block_hash: BlockHash) -> bool:
+        def is_near(block_hash: BlockHash) -> bool:
             return bool(in_vram(block_hash) or in_host(block_hash))
 
         def is_missing(index: int) -> bool:
-            return not (is_in_ram(hashes[index]) or chain.is_on_disk(index, now))
+            return not (is_near(hashes[index]) or chain.is_on_disk(index, now))
 
         num_found = bisect_left(range(len(hashes)), True, key=is_missing)
         if not num_found:
             return 0
         sample = hashes[: num_found : -(-num_found // NUM_SAMPLED)]
-        num_in_ram = sum(map(is_in_ram, sample))
+        num_in_ram = sum(map(is_near, sample))
         return num_found * (len(sample) + num_in_ram) // (2 * len(sample))
 
     def prefetch(self, chain: Chain) -> None:
-        """Have all blocks read for a queued request that the disk has told of and RAM lacks."""
+        """Note what a plan may read of a queued request: blocks that the disk has and RAM lacks."""
         tiers, row, hashes = self._tiers, chain.row, self.readable(chain)
         now = tiers.clock.now()
         for state in LOADABLE:
@@ -163,7 +163,7 @@ class Hits:
     def why_missed(self, chain: Chain, index: int) -> str:
         """Return why a block of an admitted request had to be computed."""
         tiers, block_hash = self._tiers, chain.hashes[index]
-        if (why := chain.row.lost.get(index)) is not None:
+        if (why := chain.row.why_computed.get(index)) is not None:
             return why
         if index < chain.num_present:
             if 0 not in (chain.read_ends or ()) or chain.num_present == len(chain.hashes):

@@ -22,7 +22,9 @@ FIRST_S = 0.03
 """The first assumption weighs as much as a measurement of so many seconds."""
 
 STALE_S = 0.1
-"""The rate of an earlier run weighs as much, and so does a stale one beside a lower measurement."""
+"""The rate of an earlier run weighs as much as a measurement of so many seconds, and so does a
+stale rate beside a lower measurement.
+"""
 
 BURST_S = 0.02
 """A limit lets through at most what it allows in this time, at once."""

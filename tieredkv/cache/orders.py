@@ -220,7 +220,7 @@ class Clock(Fifo):
         return True
 
 
-class Sieve(Fifo):
+class Sieve(Clock):
     """As `Clock`, but a block that was used keeps its place and loses its mark."""
 
     _LAP = 1 << 40
@@ -232,9 +232,6 @@ class Sieve(Fifo):
 
     def _next_rank(self) -> int:
         return self._lap * self._LAP + super()._next_rank()
-
-    def _use(self, place: _Place) -> None:
-        place.uses = 1
 
     def _gets_another_chance(self, block: Block) -> bool:
         place: _Place = block.place

@@ -37,12 +37,12 @@ from tieredkv.cache.step_times import PromptTimes
 from tieredkv.cache.stretches import Stretch
 
 SHORT_GAIN = 0.12
-"""Loading from a link whose rate varies is begun if it saves more than one step, which late blocks
-would cost, or this share of the time of computing the whole request. A short request takes so few
-steps that it can hardly save one.
+"""Loading from a link whose rate varies is begun if it saves more than the smaller of two times: a
+step, which late blocks would cost, and this share of the time of computing the whole request. A
+short request takes so few steps that it can hardly save one.
 """
 
-HOST, DISK = 0, 1
+HOST_LINK, DISK_LINK = 0, 1
 """The engine's links by their numbers: from host memory, and from disk."""
 
 MAX_STRAIGHT = 6

@@ -53,7 +53,7 @@ class BlockPool:
 
     Empty blocks are handed out first. Then come the others that nobody uses, see `FreeList`:
     duplicates of blocks that a faster tier keeps, the blocks in the order of eviction, and those
-    that are pinned or prefetched. If more than `most_pinned` blocks were pinned, the further ones
+    that are pinned or prefetched. If more than `most_last` blocks were pinned, the further ones
     stand among the other ones. A block that is not clean is never evicted.
 
     The pool calls nobody. Who changes whether the eviction of a block loses something says so with
@@ -61,16 +61,16 @@ class BlockPool:
 
     Invariants (`check`):
         1. no block is in the free list twice;
-        2. the free list holds exactly the blocks with ref_count 0, except those with a pin_count
-           that lost their hash: the last `unpin` puts them back;
+        2. the free list holds exactly the blocks with ref_count 0, except those with readers that
+           lost their hash: the last `remove_reader` puts them back;
         3. the index maps exactly the hashed blocks, each under its own hash;
-        4. a free block is either empty, or hashed and ready; at most `most_pinned` go last;
+        4. a free block is either empty, or hashed and ready; at most `most_last` go last;
         5. a block that is loading is in use;
         6. the invariants of the free list and of the floors hold.
 
     Attributes:
         num_blocks: all blocks of the pool.
-        most_pinned: how many blocks may be held back to be evicted last.
+        most_last: how many blocks may be held back to be evicted last.
         changes: what has become ready and what has left the index, oldest first; whoever wants
             to know puts a list here and empties it.
         pinned, prefetched: hashes of blocks to be evicted last, for claims and for queued requests;
@@ -80,7 +80,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, order: str = "lru") -> None:
         """Make a pool of empty blocks; for the names of orders see `orders.ORDERS`."""
         self.num_blocks = num_blocks
-        self.most_pinned = num_blocks // 2
+        self.most_last = num_blocks // 2
         self.changes: list[PoolChange] | None = None
         self.pinned: Collection[BlockHash] = ()
         self.prefetched: Collection[BlockHash] = ()
@@ -105,7 +105,7 @@ class BlockPool:
 
     @property
     def num_evictable(self) -> int:
-        """Blocks that nobody uses and that hold cached content, pinned or not."""
+        """Blocks that nobody uses and that hold cached content, evicted last or not."""
         return len(self._free)
 
     @property
@@ -138,7 +138,7 @@ class BlockPool:
         return len(self._index)
 
     @property
-    def num_pinned(self) -> int:
+    def num_last(self) -> int:
         """Evictable blocks that are evicted last."""
         return self._free.num_in(LAST)
 
@@ -325,22 +325,22 @@ class BlockPool:
             self._unindex([block for block in rest if not block.is_ready])
             self._append(rest)
 
-    def pin(self, block: Block) -> None:
-        """Keep a block's memory from reuse, even without a user; its place in the order stays."""
-        self._put_pins(block, block.pin_count + 1)
+    def add_reader(self, block: Block) -> None:
+        """Keep a block's memory from reuse while a copy reads it; its place in the order stays."""
+        self._put_readers(block, block.num_readers + 1)
 
-    def unpin(self, block: Block) -> None:
-        """Take back one `pin`."""
-        assert block.pin_count > 0, block
-        self._put_pins(block, block.pin_count - 1)
+    def remove_reader(self, block: Block) -> None:
+        """Take back one `add_reader`."""
+        assert block.num_readers > 0, block
+        self._put_readers(block, block.num_readers - 1)
         if block.ref_count == 0 and block.block_hash is None:
             self._append([block])
 
-    def _put_pins(self, block: Block, count: int) -> None:
+    def _put_readers(self, block: Block, count: int) -> None:
         if block.part is not None:
-            self._free.put_pins(block, count)
+            self._free.put_readers(block, count)
         else:
-            block.pin_count = count
+            block.num_readers = count
 
     def put_clean(self, block: Block, is_clean: bool) -> None:
         """Note whether evicting a block loses nothing; its place in the order stays."""
@@ -408,9 +408,9 @@ class BlockPool:
         empty = set(self._empty)
         for block in self._blocks:
             is_hashed = block.block_hash is not None
-            is_free = block.ref_count == 0 and (is_hashed or block.pin_count == 0)
-            if places[block] != is_free or min(block.ref_count, block.pin_count) < 0:
-                counts = f"ref_count {block.ref_count} and pin_count {block.pin_count}"
+            is_free = block.ref_count == 0 and (is_hashed or block.num_readers == 0)
+            if places[block] != is_free or min(block.ref_count, block.num_readers) < 0:
+                counts = f"ref_count {block.ref_count} and num_readers {block.num_readers}"
                 raise IntegrityError(f"{block} has {counts}, in {places[block]} free lists")
             if is_free and (block in empty) == is_hashed:
                 raise IntegrityError(f"{block} is in the wrong part of the free list")
@@ -422,9 +422,9 @@ class BlockPool:
                 raise IntegrityError(f"{block} can be evicted, but was never filled")
         hashed = [block for block in self._blocks if block.block_hash is not None]
         self._free.check(hashed)
-        if self.num_pinned > self.most_pinned:
-            what = f"{self.num_pinned} blocks are pinned"
-            raise IntegrityError(f"{what}, but at most {self.most_pinned} may be")
+        if self.num_last > self.most_last:
+            what = f"{self.num_last} blocks are pinned"
+            raise IntegrityError(f"{what}, but at most {self.most_last} may be")
         if len(hashed) != len(self._index):
             what = f"{len(hashed)} blocks have a hash"
             raise IntegrityError(f"{what}, but {len(self._index)} are in the index")
@@ -436,8 +436,8 @@ class BlockPool:
         """Put free blocks at the young ends of their lines."""
         free = [block for block in blocks if block.block_hash is not None]
         if len(free) < len(blocks):
-            empty = [it for it in blocks if it.block_hash is None and not it.pin_count]
-            clear(empty)  # `unpin` puts the others there
+            empty = [it for it in blocks if it.block_hash is None and not it.num_readers]
+            clear(empty)  # `remove_reader` puts the others there
             self._empty.extend(empty)
             if not free:
                 return
@@ -456,7 +456,7 @@ class BlockPool:
             if block.block_hash in self.pinned
             or (block.block_hash in self.prefetched and not block.is_double)
         )
-        return dict.fromkeys(islice(wanted, max(0, self.most_pinned - self.num_pinned)))
+        return dict.fromkeys(islice(wanted, max(0, self.most_last - self.num_last)))
 
     def _unindex(self, blocks: Iterable[Block]) -> list[BlockHash]:
         """Take blocks out of the index; return the hashes of those that had one."""

@@ -26,12 +26,12 @@ from tieredkv.cache.block import Block, Content
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.disk_link import Read
 from tieredkv.cache.link_rate import Probes
-from tieredkv.cache.plan import HOST, Demand, LinkLoad, Planner, Split
+from tieredkv.cache.plan import HOST_LINK, Demand, LinkLoad, Planner, Split
 from tieredkv.cache.recalls import Recall, Recalls, RequestProgress
 from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
-from tieredkv.tier import Lent
+from tieredkv.tier import BlockLife, Lent
 from tieredkv.types import BlockHash, BlockId, PageId, Tier
 
 logger = logging.getLogger(__name__)
@@ -146,10 +146,10 @@ class Promoter:
         """
         tiers, planner = self._tiers, self.planner(0.0, time.monotonic())
         num_tokens = len(chain.hashes) * tiers.block_size + 1
-        copy_s = len(in_host) * tiers.payload_bytes / planner.links[HOST].bytes_per_s
+        copy_s = len(in_host) * tiers.payload_bytes / planner.links[HOST_LINK].bytes_per_s
         if tiers.settings.restore != "auto" or copy_s <= planner.compute(0, num_tokens):
             return in_host[0]
-        demand = Demand(0, num_tokens, [LinkLoad(HOST, in_host)], ready=chain.row.there)
+        demand = Demand(0, num_tokens, [LinkLoad(HOST_LINK, in_host)], ready=chain.row.there)
         return planner.split(demand).steady_block
 
     def _give_up_late(self) -> None:
@@ -186,7 +186,7 @@ class Promoter:
         if self._lacks_page:
             disk = disk._replace(bytes_per_s=NO_ROOM_BYTES_PER_S)
         return Planner(
-            [up, disk._replace(through=HOST)],
+            [up, disk._replace(through=HOST_LINK)],
             tiers.compute_rate.prompt_times,
             block_size=tiers.block_size,
             busy_s=busy_s,
@@ -280,41 +280,51 @@ class Promoter:
 
     def on_read(self, read: Read) -> None:
         """Use what was read from disk, if the read succeeded, and release its page."""
-        tiers, page, block_hash = self._tiers, read.page, read.block_hash
-        life, reason = read.found, read.reason
-        tiers.counters.promoted_disk_blocks += life is not None
-        if life is not None or reason == "missing":
-            if (life.expires_at if life else read.until) <= tiers.clock.now():
-                reason = "expired"
-            elif page.block_hash is None or (life is None and self._is_deleted(block_hash)):
-                reason = "evicted"  # by an operator, during the read or since it was planned
-        index = read.lent.position
-        assert index is not None, "a chain is known"
+        life = read.found
+        self._tiers.counters.promoted_disk_blocks += life is not None
+        reason = self._why_useless(read)
         if life is not None and not reason:
-            tiers.catalog.add(tiers.catalog.entry_of(read.lent, life))
-            page.source = Tier.DISK
-            tiers.host.fill(page)
-            tiers.recheck([block_hash])
-            block = tiers.device.lookup(block_hash)
-            is_wanted = self._copy_if_wanted(page, block_hash, Tier.DISK)
-            self.recalls.note_read(block_hash, index, is_copying=is_wanted)
-            if (
-                not is_wanted
-                and block is not None
-                and (block.is_ready or block.content is Content.COMPUTING)
-            ):
-                tiers.counters.overtaken_blocks += 1
+            self._take(read, life)
         else:
-            count_failure(tiers.counters.load_failures, reason, _FAILED)
-            told = _MISS_REASONS.get(reason, "corrupt")
-            tiers.catalog.miss_reasons.note(block_hash, told, read.until)
-            self._lose(block_hash, index, told)
-            self.recalls.note_read(block_hash, index, is_copying=False)
-            if (entry := tiers.catalog.get(block_hash)) is not None:  # it was computed meanwhile
-                tiers.note_not_on_disk(entry)
-            if page.block_hash is not None:
-                tiers.host.drop(block_hash)
-        tiers.release_pages([page])
+            self._note_failed(read, reason)
+        self._tiers.release_pages([read.page])
+
+    def _why_useless(self, read: Read) -> str:
+        """Return why a read brings nothing that may be used; "" if it does."""
+        life, block_hash = read.found, read.block_hash
+        if life is not None or read.reason == "missing":
+            if (life.expires_at if life else read.until) <= self._tiers.clock.now():
+                return "expired"
+            if read.page.block_hash is None or (life is None and self._is_deleted(block_hash)):
+                return "evicted"  # by an operator, during the read or since it was planned
+        return read.reason
+
+    def _take(self, read: Read, life: BlockLife) -> None:
+        """Use what was read from disk."""
+        tiers, page, block_hash = self._tiers, read.page, read.block_hash
+        tiers.catalog.add(tiers.catalog.entry_of(read.lent, life))
+        page.source = Tier.DISK
+        tiers.host.fill(page)
+        tiers.recheck([block_hash])
+        block = tiers.device.lookup(block_hash)
+        is_wanted = self._copy_if_wanted(page, block_hash, Tier.DISK)
+        self.recalls.note_read(block_hash, read.index, is_copying=is_wanted)
+        if block is not None and not is_wanted:
+            is_overtaken = block.is_ready or block.content is Content.COMPUTING
+            tiers.counters.overtaken_blocks += is_overtaken
+
+    def _note_failed(self, read: Read, reason: str) -> None:
+        """Have a block computed whose read has failed."""
+        tiers, page, block_hash = self._tiers, read.page, read.block_hash
+        count_failure(tiers.counters.load_failures, reason, _FAILED)
+        told = _MISS_REASONS.get(reason, "corrupt")
+        tiers.catalog.miss_reasons.note(block_hash, told, read.until)
+        self._lose(block_hash, read.index, told)
+        self.recalls.note_read(block_hash, read.index, is_copying=False)
+        if (entry := tiers.catalog.get(block_hash)) is not None:  # it was computed meanwhile
+            tiers.note_not_on_disk(entry)
+        if page.block_hash is not None:
+            tiers.host.drop(block_hash)
 
     def _is_deleted(self, block_hash: BlockHash) -> bool:
         reasons, now = self._tiers.catalog.miss_reasons, self._tiers.clock.now()

@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from tieredkv.cache.groups import PREFIX, hit_end
-from tieredkv.cache.plan import DISK, HOST, Demand, LinkLoad, Planner
+from tieredkv.cache.plan import DISK_LINK, HOST_LINK, Demand, LinkLoad, Planner
 from tieredkv.cache.stretches import stretches
 from tieredkv.pieces import Pieces
 from tieredkv.types import Tier
 
 Source = Tier | None
 MakePlanner = Callable[[], Planner | None]
-"""Makes a planner of the links `HOST` and `DISK`; it may lack the last ones, or be None, where
-rates are not known.
+"""Makes a planner of the links `HOST_LINK` and `DISK_LINK`; it may lack the last ones, or be None,
+where rates are not known.
 """
 
 
@@ -94,11 +94,11 @@ def _predict(
     cases = {
         "compute": demand,
         "device": demand._replace(ready=stretches(cached)),
-        "host": demand._replace(loads=[LinkLoad(HOST, cached)]),
-        "disk": demand._replace(loads=[LinkLoad(DISK, cached)]),
+        "host": demand._replace(loads=[LinkLoad(HOST_LINK, cached)]),
+        "disk": demand._replace(loads=[LinkLoad(DISK_LINK, cached)]),
         "planned": demand._replace(
             ready=stretches(of[Tier.DEVICE]),
-            loads=[LinkLoad(HOST, of[Tier.HOST]), LinkLoad(DISK, of[Tier.DISK])],
+            loads=[LinkLoad(HOST_LINK, of[Tier.HOST]), LinkLoad(DISK_LINK, of[Tier.DISK])],
         ),
     }
     predicted = dict[str, float | None]()

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from tieredkv.cache.block import Content
 from tieredkv.cache.chain import Chain
-from tieredkv.cache.plan import DISK, HOST, Demand, LinkLoad, Planner, Split
+from tieredkv.cache.plan import DISK_LINK, HOST_LINK, Demand, LinkLoad, Planner, Split
 from tieredkv.cache.row import LOADABLE, State
 from tieredkv.cache.tiers import Tiers
 from tieredkv.errors import IntegrityError
@@ -80,8 +80,8 @@ class Recall:
         of, first = self.chain.row.indices, self.chain.row.first(State.COMING)
         is_copying = self.is_admitted and first >= 0 and self.chain.blocks[first].is_copying
         return (
-            LinkLoad(HOST, of(State.AT_HOST), is_bringing=is_copying),
-            LinkLoad(DISK, of(State.AT_DISK), of(State.READING)),
+            LinkLoad(HOST_LINK, of(State.AT_HOST), is_bringing=is_copying),
+            LinkLoad(DISK_LINK, of(State.AT_DISK), of(State.READING)),
         )
 
     @property

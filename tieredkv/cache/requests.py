@@ -1,7 +1,8 @@
 """The engine's interface to the tiers for requests; `operations` is the one for operators.
 
-A request's prompt is a chain of full blocks. `arrive` asks every tier for the whole chain and
-starts disk reads; `admit` gives the request a block table in which each full block is either ready,
+A request's prompt is a chain of full blocks. `arrive` asks every tier for the whole chain and notes
+what may be read from disk before the request runs; the next `plan` decides how much of that is, and
+`pump` starts it. `admit` gives the request a block table in which each full block is either ready,
 on its way up, or waiting to be computed; `complete` publishes computed blocks; `release` releases
 the table.
 
@@ -46,7 +47,7 @@ from tieredkv.types import BlockHash, Progress, Tier, ignore_progress
 __all__ = ["Admission", "Drained", "RequestProgress", "TieredCache"]
 
 STILL_ON_DISK = (None, COMPUTED_SOONER, "load_timeout")
-"""Reasons of `Row.lost` for which the copy on disk is good; None of other blocks."""
+"""Reasons of `Row.why_computed` for which the copy on disk is good; None of other blocks."""
 
 
 class Admission(NamedTuple):
@@ -95,7 +96,7 @@ class TieredCache:
         self._lives = Lives(tiers)
         self._touches = Touches(tiers, self._demoter, self._lives)
         self._drainer = Drainer(tiers, self._demoter, self.poll)
-        self._lookups = Lookups(tiers, self._use)
+        self._lookups = Lookups(tiers, self._want)
         self._hits = Hits(tiers, self._recalls, self._lookups)
         self._expiry = Expiry(tiers)
         self._room = Room(tiers, self._promoter, self._demoter, self._hits.readable, self.poll)
@@ -112,11 +113,11 @@ class TieredCache:
     # Arrival
 
     def arrive(self, chain: Chain) -> None:
-        """Ask every tier for the whole chain of a queued request, and prefetch some of it."""
+        """Ask every tier for the chain of a queued request, and note what may be prefetched."""
         self._tiers.shares.note_request(chain.tenant)
         missing = self._hits.begin(chain)
         self._ask(chain, missing)
-        self._use(chain, missing)
+        self._want(chain, missing)
 
     def _ask(self, chain: Chain, missing: Collection[BlockHash]) -> None:
         """Ask the disk for what is in no tier, unless the disk has told all that it has."""
@@ -124,15 +125,15 @@ class TieredCache:
             on_disk = chain.on_disk(self._tiers.clock.now())
             self._lookups.ask(chain, [each for each in missing if each not in on_disk])
 
-    def _use(self, chain: Chain, missing: Collection[BlockHash]) -> None:
-        """Prefetch what the disk has of a queued request's chain and RAM lacks, or lacks now."""
+    def _want(self, chain: Chain, candidates: Collection[BlockHash]) -> None:
+        """Note which of these blocks of a queued request's chain may be prefetched from disk."""
         if not any(chain.disk_until):
             return
-        absent, now = set(missing), self._tiers.clock.now()
+        wanted, now = set(candidates), self._tiers.clock.now()
         found = [
             block_hash
             for index, block_hash in enumerate(chain.hashes)
-            if block_hash in absent
+            if block_hash in wanted
             and chain.is_on_disk(index, now)
             and chain.row[index] in (State.FOUND, State.COMPUTE)
         ]
@@ -207,7 +208,7 @@ class TieredCache:
         if fresh is None:
             device.release(found[::-1])
             self._room.note_refused(chain, num_blocks, is_alone)
-            self._use(chain, missing)  # some of it may have left RAM since the request came
+            self._want(chain, missing)  # some of it may have left RAM since the request came
             return self._refusal(chain)
         rest = iter(fresh)
         is_whole = len(found) == len(chain.hashes) and chain.row.first(State.COMING) < 0
@@ -256,7 +257,7 @@ class TieredCache:
 
     # Completion
 
-    def claim(self, chain: Chain, first: int, last: int) -> None:
+    def begin_compute(self, chain: Chain, first: int, last: int) -> None:
         """Note that a step will compute the blocks `[first, last)`, so that they are not loaded."""
         begin_compute(chain.blocks[first:last])
 
@@ -267,7 +268,7 @@ class TieredCache:
         """
         blocks, hashes = chain.blocks, chain.hashes
         if has_rest and last < len(hashes):
-            begin_compute([blocks[last]])
+            self.begin_compute(chain, last, last + 1)
         computed = [index for index in range(first, last) if not blocks[index].is_ready]
         if not computed:
             return
@@ -277,7 +278,7 @@ class TieredCache:
             block = blocks[index]
             block.last_step = num_steps
             if block.source is not None:
-                chain.row.lost.setdefault(index, COMPUTED_SOONER)
+                chain.row.why_computed.setdefault(index, COMPUTED_SOONER)
             self._tiers.device.fill(block)
             block.source, block.is_clean = None, False
         hashed = [index for index in computed if blocks[index].block_hash is not None]
@@ -297,22 +298,32 @@ class TieredCache:
             for claim, part in chain.by_claim(hashed)
             for index in part
         ]
-        lost = chain.row.lost
-        beside = [
-            entry
-            for entry in (entries if any(chain.disk_until) else ())
-            if chain.is_on_disk(entry.position, now) and lost.get(entry.position) in STILL_ON_DISK
-        ]
-        if beside:  # some of these copies may have gone meanwhile
-            until = self._hits.until(chain)
-            beside = [entry for entry in beside if until[entry.position] > now]
-            for entry in beside:  # the disk has a good copy, so that it is not written again
-                entry.disk_expires_at = float(until[entry.position])
+        beside = self._find_beside(chain, entries)
         self._tiers.events.note_found(chain, {entry.block_hash for entry in beside})
         added = self._tiers.catalog.add_all(entries)
         self._note_clean(chain, hashed)
         self._demoter.note_computed(added)
         self._lives.ask(beside)
+
+    def _find_beside(self, chain: Chain, entries: Sequence[Entry]) -> list[Entry]:
+        """Return those of the computed blocks of which the disk has a good copy, and note it.
+
+        They are not written again.
+        """
+        if not any(chain.disk_until):
+            return []
+        now, why = self._tiers.clock.now(), chain.row.why_computed
+        beside = [
+            entry
+            for entry in entries
+            if chain.is_on_disk(entry.position, now) and why.get(entry.position) in STILL_ON_DISK
+        ]
+        if beside:  # some of these copies may have gone meanwhile
+            until = self._hits.until(chain)
+            beside = [entry for entry in beside if until[entry.position] > now]
+            for entry in beside:
+                entry.disk_expires_at = float(until[entry.position])
+        return beside
 
     def _note_clean(self, chain: Chain, computed: Sequence[int]) -> None:
         """Note which blocks that were just computed host memory need not get."""
@@ -550,7 +561,10 @@ class TieredCache:
         self._tiers.events.note_gone(hashes)
 
     def _forget_disk(self) -> None:
-        """Count no block as being on disk, since another worker has started."""
+        """Count no block as being on disk, since another worker has started.
+
+        `Presence` begins anew by itself, with the first of the new worker's messages.
+        """
         self._tiers.forget_disk()
         self._lookups.forget_answers()
         self._demoter.note_change()

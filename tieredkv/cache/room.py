@@ -23,7 +23,7 @@ PATIENCE_S = 0.25
 """An allocation waits so long, without getting on, before blocks are given up for it."""
 
 MAX_PATIENCE_S = 2.0
-"""The same while copies are under way that will give it the room."""
+"""An allocation for which copies under way will make the room waits so long."""
 
 SLICE = 1 / 64
 """Share of host memory that blocks may be copied to at once, besides pages that nobody needs.
@@ -33,7 +33,9 @@ its pages then take what VRAM has to evict.
 """
 
 MIN_SLICE = 32
-"""The least number of blocks of a turn: each takes a step, in which nobody else is admitted."""
+"""The least number of blocks of a turn of a large allocation: a turn takes a step, in which nobody
+else is admitted.
+"""
 
 FEW_BLOCKS = 128
 """Room for so few blocks is made at once: that takes the thread about a millisecond."""

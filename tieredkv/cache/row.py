@@ -57,7 +57,8 @@ class Row:
     Attributes:
         pages: the pages of the blocks at the host by index, held for the request. A page of a block
             that is there no more is released before the next plan.
-        lost: blocks that a slower tier had and that have to be computed, each with the reason.
+        why_computed: blocks that a slower tier had and that are computed all the same, each with
+            the reason.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -65,7 +66,7 @@ class Row:
         self._known: dict[State, Sequence[int]] = {}
         self._there: Stretches | None = None
         self.pages: dict[int, Block] = {}
-        self.lost: dict[int, str] = {}
+        self.why_computed: dict[int, str] = {}
 
     def __len__(self) -> int:
         return len(self._states)
@@ -80,9 +81,9 @@ class Row:
         assert not self.pages, "pages are held"
         self._states = states
         self._note_change()
-        for state in LOADABLE if self.lost else ():
+        for state in LOADABLE if self.why_computed else ():
             for index in self.indices(state):
-                self.lost.pop(index, None)
+                self.why_computed.pop(index, None)
 
     def append_computed(self) -> None:
         """Add a block that generated tokens have filled."""
@@ -91,8 +92,8 @@ class Row:
 
     def find(self, index: int, state: State) -> None:
         """Note what a tier, VRAM, a link or another request has of a block."""
-        if self.lost and state in LOADABLE:
-            self.lost.pop(index, None)
+        if self.why_computed and state in LOADABLE:
+            self.why_computed.pop(index, None)
         self._states[index] = state
         self._note_change()
 
@@ -114,7 +115,7 @@ class Row:
 
     def lose(self, index: int, why: str) -> None:
         """Have a block computed that a slower tier had, and note why."""
-        self.lost[index] = why
+        self.why_computed[index] = why
         if self._states[index] in (State.SHARED, *LOADABLE):
             self.leave([index])
 

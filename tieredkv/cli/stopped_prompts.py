@@ -9,7 +9,7 @@ import msgspec
 
 from tieredkv.cache.compute_rate import ComputeRate
 from tieredkv.cache.disk_link import READ_LATENCY_S
-from tieredkv.cache.plan import HOST, LinkState, Planner
+from tieredkv.cache.plan import HOST_LINK, LinkState, Planner
 from tieredkv.cache.prompt_report import MakePlanner, report
 from tieredkv.cache.rate_file import Machine, disk_name, read_rates
 from tieredkv.clock import Clock
@@ -124,7 +124,7 @@ def _planners(
     links = [LinkState(saved.up_bytes_per_s, spec.block_bytes, is_steady=True)]
     if saved.read_bytes_per_s:
         rate = min(saved.read_bytes_per_s, settings.disk_read_limit or math.inf)
-        links.append(LinkState(rate, spec.block_bytes, latency_s=READ_LATENCY_S, through=HOST))
+        links.append(LinkState(rate, spec.block_bytes, latency_s=READ_LATENCY_S, through=HOST_LINK))
 
     def make() -> Planner:
         return Planner(
