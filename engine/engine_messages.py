@@ -107,9 +107,7 @@ class RequestUsage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         queue_s: how long the request was in the queue.
         miss_token: the first token whose block was not served from the cache, or that cannot be.
             Blocks that were computed sooner count only if no other block was missed.
-        miss_reason: why it was not, see `cache.miss_reasons`; `behind_lookback`: it is there, but
-            no hit may end so far back; `computed_sooner`: a slower tier has it, but computing it
-            was faster. None where it cannot be.
+        miss_reason: why it was not, see `cache.miss_reasons.MissReason`. None where it cannot be.
         split_token: where computing and loading met: blocks before it were in VRAM or computed, and
             those from it on were loaded, if they were cached. None if no slower tier had any.
         predicted_s: from the first plan of what to load until the first token, as expected then;

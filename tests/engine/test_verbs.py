@@ -180,7 +180,7 @@ def test_a_block_that_leaves_during_an_eviction_is_not_counted_and_keeps_its_rea
     operator = Operator(rig)
     asking = operator.ask(EvictFilter(all=True))
     next(asking)
-    rig.tiers.drop(CHAIN[0], "ttl")
+    rig.tiers.drop(CHAIN[0], "expired")
     for _ in asking:
         pass
     assert operator.parts[-1]["evicted_blocks"] == NUM_BLOCKS - 1

@@ -100,9 +100,9 @@ def test_copies_dropped_at_random_leave_every_invariant(seed: int) -> None:
         block_hash = choose.choice(chain_of(choose.choice("abc"), 5))
         match choose.randrange(4):
             case 0:
-                rig.tiers.drop_copy(Tier.DEVICE, block_hash, "admin")
+                rig.tiers.drop_copy(Tier.DEVICE, block_hash)
             case 1:
-                rig.tiers.drop_copy(Tier.HOST, block_hash, "admin")
+                rig.tiers.drop_copy(Tier.HOST, block_hash)
             case 2:
                 rig.cache._departures.send([block_hash], Tier.HOST)
             case _:

@@ -196,7 +196,7 @@ def test_what_leaves_memory_while_a_request_waits_for_room_is_read_ahead() -> No
     rig.turn()
     assert rig.store.loaded == []
     for block_hash in prefix.hashes:
-        rig.tiers.drop_copy(Tier.HOST, block_hash, "capacity")
+        rig.tiers.drop_copy(Tier.HOST, block_hash)
     assert not rig.admit(prefix)
     rig.turn(3)
     assert sorted(rig.store.loaded) == sorted(prefix.hashes)

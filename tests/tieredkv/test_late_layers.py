@@ -75,7 +75,7 @@ def test_a_block_is_copied_down_and_written_only_once_its_late_layers_have_come(
     rig = Rig(num_blocks=8, reserve=2, is_write_behind=True)
     prefix = begin_hit(rig)
     for block_hash in HASHES:  # as an operator's eviction from host memory does
-        rig.tiers.drop_copy(Tier.HOST, block_hash, "admin")
+        rig.tiers.drop_copy(Tier.HOST, block_hash)
     rig.cache._demoter.note_change()
     road(rig, prefix)
     for _ in range(4):
@@ -107,7 +107,7 @@ def test_a_page_that_is_dropped_while_it_is_copied_to_vram_leaves_the_block_ther
         rig.transfer.begin()
         rig.cache.poll(may_start_early=True)
     for block_hash in HASHES:
-        rig.tiers.drop_copy(Tier.HOST, block_hash, "admin")
+        rig.tiers.drop_copy(Tier.HOST, block_hash)
     rig.check()
     rig.transfer.is_held = False
     rig.turn()
@@ -206,7 +206,7 @@ def test_late_layers_on_a_device_reach_host_memory_only_as_they_are() -> None:
     wait_until(has_begun, "the first layers have not come")
     assert any(block.is_copying for block in second.blocks), "the late layers were too fast"
     for block_hash in HASHES:
-        tiers.drop_copy(Tier.HOST, block_hash, "admin")
+        tiers.drop_copy(Tier.HOST, block_hash)
     cache._departures.send(HASHES, Tier.HOST)
     wait_until(turn, "copies go on for ever")
     assert page_values() == right

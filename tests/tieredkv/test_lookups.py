@@ -94,7 +94,7 @@ def test_what_a_second_answer_tells_is_prefetched_beside_what_the_first_one_told
     rig.turn()
     assert len(rig.store.loaded) == num_first
     for block_hash in prefix.hashes[:2]:
-        rig.tiers.drop_copy(Tier.HOST, block_hash, "admin")
+        rig.tiers.drop_copy(Tier.HOST, block_hash)
     assert not rig.admit(prefix), "the disk is asked for these two"
     assert [len(hashes) for _, hashes in rig.store.lookups] == [2]
     rig.store.answer(0)

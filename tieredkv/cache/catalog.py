@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from tieredkv.cache.miss_reasons import MissReasons
+from tieredkv.cache.miss_reasons import MissReason, MissReasons
 from tieredkv.errors import IntegrityError
 from tieredkv.pieces import PIECE_BLOCKS
 from tieredkv.retention import RetentionPolicies
@@ -359,7 +359,7 @@ class Catalog:
             self._note_owed(entries)
         return changed
 
-    def forget(self, block_hash: BlockHash, reason: str) -> None:
+    def forget(self, block_hash: BlockHash, reason: MissReason) -> None:
         """Drop the entry of a block that no RAM tier holds any longer; see `MissReasons.why`."""
         entry = self._entries.pop(block_hash, None)
         if entry is not None:

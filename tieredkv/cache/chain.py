@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tieredkv.cache.block import Block
-from tieredkv.cache.counters import COMPUTED_SOONER
 from tieredkv.cache.groups import PREFIX, KVGroup, hit_end
+from tieredkv.cache.miss_reasons import COMPUTED_SOONER
 from tieredkv.cache.row import Row, State
 from tieredkv.errors import IntegrityError
 from tieredkv.types import TENANT_BYTES, BlockHash, Tier

@@ -9,9 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-COMPUTED_SOONER = "computed_sooner"
-"""Why a block was computed although a slower tier has it: that was faster than to load it."""
-
 
 @dataclass(slots=True)
 class CacheCounters:

@@ -66,10 +66,10 @@ class Departures:
             block, page = tiers.device.lookup(block_hash), tiers.host.lookup(block_hash)
             has_page = page is not None and page.is_ready
             if departure.to is Tier.HOST and has_page:
-                tiers.drop_copy(Tier.DEVICE, block_hash, "admin")
+                tiers.drop_copy(Tier.DEVICE, block_hash)
             elif departure.to is Tier.DISK and entry.is_on_disk:
-                tiers.drop_copy(Tier.DEVICE, block_hash, "admin")
-                tiers.drop_copy(Tier.HOST, block_hash, "admin")
+                tiers.drop_copy(Tier.DEVICE, block_hash)
+                tiers.drop_copy(Tier.HOST, block_hash)
             elif not entry.is_droppable:  # else its write was given up
                 self._waiting[block_hash] = departure
                 if page is not None and page.is_ready:

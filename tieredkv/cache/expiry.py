@@ -39,5 +39,5 @@ class Expiry:
                     self._drop(entry)
 
     def _drop(self, entry: Entry) -> None:
-        self._tiers.drop(entry.block_hash, "ttl")
+        self._tiers.drop(entry.block_hash, "expired")
         self._tiers.counters.expired_blocks += 1

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from tieredkv.cache.block import Block
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.lookups import Lookups
+from tieredkv.cache.miss_reasons import MissReason
 from tieredkv.cache.recalls import Recalls
 from tieredkv.cache.row import LOADABLE, State
 from tieredkv.cache.tiers import Tiers
@@ -160,7 +161,7 @@ class Hits:
             tiers.device.insert(blocks[-1], block_hash, tenant)
         self._recalls.want(chain, end=end)
 
-    def why_missed(self, chain: Chain, index: int) -> str:
+    def why_missed(self, chain: Chain, index: int) -> MissReason:
         """Return why a block of an admitted request had to be computed."""
         tiers, block_hash = self._tiers, chain.hashes[index]
         if (why := chain.row.why_computed.get(index)) is not None:

@@ -1,14 +1,65 @@
-"""Why the blocks that left VRAM and host memory last are in neither, for answers to requests.
+"""Why blocks of prompts are computed, for answers to requests; remembered of those that left last.
 
 Called by the engine's thread only.
 """
 
 from collections import deque
 from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 
-from tieredkv.types import BlockHash
+from tieredkv.types import BlockHash, Tier
+
+MissReason = Literal[
+    "never_seen",
+    "evicted_device",
+    "evicted_host",
+    "evicted_disk",
+    "expired",
+    "admin",
+    "corrupt",
+    "load_timeout",
+    "load_failed",
+    "loads_off",
+    "behind_lookback",
+    "computed_sooner",
+]
+"""Why a block is computed.
+
+    never_seen       it is not among the blocks that were remembered
+    evicted_device   it was evicted for room, and VRAM was the last tier that had it; likewise
+    evicted_host     host memory, and
+    evicted_disk     the disk
+    expired          its retention has ended
+    admin            an operator evicted it
+    corrupt          its bytes on disk were damaged
+    load_timeout     loading it took too long
+    load_failed      the disk could not read it, or the store's worker ended meanwhile
+    loads_off        host memory has it, but `restore` is `compute`
+    behind_lookback  it is there, but no hit may end so far back
+    computed_sooner  a slower tier has it, but computing it was faster
+"""
+
+EVICTED: dict[Tier, MissReason] = {
+    Tier.DEVICE: "evicted_device",
+    Tier.HOST: "evicted_host",
+    Tier.DISK: "evicted_disk",
+}
+"""The reasons of blocks that were evicted for room, by the last tier that had them."""
+
+OF_FAILED_LOADS: dict[str, MissReason] = {
+    "missing": "evicted_disk",
+    "evicted": "admin",
+    "expired": "expired",
+    "io_error": "load_failed",
+    "closing": "load_failed",
+    "worker_died": "load_failed",
+    "worker_down": "load_failed",
+}
+"""What receipts call the reasons of failed loads. All others say that the bytes are `corrupt`."""
+
+COMPUTED_SOONER: MissReason = "computed_sooner"
 
 NUM_REMEMBERED = 65_536
 """The most blocks that are remembered."""
@@ -19,7 +70,7 @@ _GENERATIONS = 4
 class _Reason(msgspec.Struct, frozen=True, gc=False):
     """Why a block left, and until when it is on disk; Python's garbage collector passes over it."""
 
-    reason: str
+    reason: MissReason
     until: float = 0.0
 
 
@@ -37,20 +88,16 @@ class MissReasons:
     def __init__(self) -> None:
         self._generations = deque[dict[BlockHash, _Reason]]([{}], _GENERATIONS)
 
-    def note(self, block_hash: BlockHash, reason: str, until: float = 0.0) -> None:
+    def note(self, block_hash: BlockHash, reason: MissReason, until: float = 0.0) -> None:
         """Note why a block left; if `evicted_disk`, it expires on disk at `until`."""
         if len(self._generations[-1]) == NUM_REMEMBERED // _GENERATIONS:
             self._generations.append({})
         self._generations[-1][block_hash] = _Reason(reason, until)
 
-    def why(self, block_hash: BlockHash, now: float) -> str:
+    def why(self, block_hash: BlockHash, now: float) -> MissReason:
         """Return why a block is in no tier, or `never_seen` if it is not among the last to leave.
 
-        The reasons are `expired`; `evicted_device`, `evicted_host` and `evicted_disk` (the last
-        tier that had the block); `corrupt`; `admin` (an operator evicted it); `load_timeout`
-        (loading took too long, so that the block was computed); and `load_failed` (the disk could
-        not read it, or the store's worker ended meanwhile). `evicted_disk` becomes `expired`
-        when the block's deadline on disk has passed.
+        `evicted_disk` becomes `expired` when the block's deadline on disk has passed.
         """
         for each in reversed(self._generations):
             if (noted := each.get(block_hash)) is not None:

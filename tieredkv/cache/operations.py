@@ -107,7 +107,7 @@ class Operations:
         """Drop a block, or its copies in some tiers; return which tiers had it."""
         if only is None:
             return self._tiers.drop(block_hash, "admin")
-        return [it for it in only if self._tiers.drop_copy(it, block_hash, "admin")]
+        return [it for it in only if self._tiers.drop_copy(it, block_hash)]
 
     def send_down(
         self, is_wanted: ChooseBlock, to: Tier, *, is_dry: bool = False

@@ -26,6 +26,7 @@ from tieredkv.cache.block import Block, Content
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.disk_link import Read
 from tieredkv.cache.link_rate import Probes
+from tieredkv.cache.miss_reasons import OF_FAILED_LOADS, MissReason
 from tieredkv.cache.plan import HOST_LINK, Demand, LinkLoad, Planner, Split
 from tieredkv.cache.recalls import Recall, Recalls, RequestProgress
 from tieredkv.cache.row import State
@@ -46,9 +47,6 @@ NO_ROOM_BYTES_PER_S = 1.0
 """The rate of a link that has no page to read into: what it might load is computed."""
 
 _FAILED = "a block could not be loaded (%s); it is computed again"
-_UNREAD = dict.fromkeys(("io_error", "closing", "worker_died", "worker_down"), "load_failed")
-_MISS_REASONS = {"missing": "evicted_disk", "evicted": "admin", "expired": "expired", **_UNREAD}
-"""What receipts call the reasons of failed loads. All others say that the bytes are `corrupt`."""
 
 Copies = Sequence[tuple[Block, Block]]
 """Pages, each with the device block it is copied to; both are held until the bytes are there."""
@@ -317,7 +315,7 @@ class Promoter:
         """Have a block computed whose read has failed."""
         tiers, page, block_hash = self._tiers, read.page, read.block_hash
         count_failure(tiers.counters.load_failures, reason, _FAILED)
-        told = _MISS_REASONS.get(reason, "corrupt")
+        told = OF_FAILED_LOADS.get(reason, "corrupt")
         tiers.catalog.miss_reasons.note(block_hash, told, read.until)
         self._lose(block_hash, read.index, told)
         self.recalls.note_read(block_hash, read.index, is_copying=False)
@@ -330,7 +328,7 @@ class Promoter:
         reasons, now = self._tiers.catalog.miss_reasons, self._tiers.clock.now()
         return reasons.why(block_hash, now) == "admin"
 
-    def _lose(self, block_hash: BlockHash, index: int, why: str) -> None:
+    def _lose(self, block_hash: BlockHash, index: int, why: MissReason) -> None:
         """Have all who want a block compute it, and note why, though a slower tier had it."""
         for chain in self._admitted:
             if chain.has_at(index, block_hash):

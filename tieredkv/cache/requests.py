@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 from tieredkv.cache.block import begin_compute
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.chain import Chain
-from tieredkv.cache.counters import COMPUTED_SOONER
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.departures import Departures
 from tieredkv.cache.disk_link import Read, Write
@@ -33,6 +32,7 @@ from tieredkv.cache.expiry import Expiry
 from tieredkv.cache.forecasts import Forecasts, Outcome
 from tieredkv.cache.hits import Hits
 from tieredkv.cache.lookups import Lives, Lookups
+from tieredkv.cache.miss_reasons import COMPUTED_SOONER, MissReason
 from tieredkv.cache.operations import Operations
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.recalls import RequestProgress
@@ -251,7 +251,7 @@ class TieredCache:
         """
         return self._room.make_ahead(chain, num_blocks, is_alone=is_alone)
 
-    def why_missed(self, chain: Chain, index: int) -> str:
+    def why_missed(self, chain: Chain, index: int) -> MissReason:
         """Return why a block of an admitted request had to be computed."""
         return self._hits.why_missed(chain, index)
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tieredkv.cache.block import Block
+from tieredkv.cache.miss_reasons import MissReason
 from tieredkv.cache.stretches import Stretches
 
 
@@ -66,7 +67,7 @@ class Row:
         self._known: dict[State, Sequence[int]] = {}
         self._there: Stretches | None = None
         self.pages: dict[int, Block] = {}
-        self.why_computed: dict[int, str] = {}
+        self.why_computed: dict[int, MissReason] = {}
 
     def __len__(self) -> int:
         return len(self._states)
@@ -113,7 +114,7 @@ class Row:
         """
         self._put(indices, State.COMPUTE)
 
-    def lose(self, index: int, why: str) -> None:
+    def lose(self, index: int, why: MissReason) -> None:
         """Have a block computed that a slower tier had, and note why."""
         self.why_computed[index] = why
         if self._states[index] in (State.SHARED, *LOADABLE):

@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from tieredkv.cache.block import Block, Content
 from tieredkv.cache.catalog import Catalog, Entry
@@ -13,6 +13,7 @@ from tieredkv.cache.counters import CacheCounters
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.disk_link import DiskLink
 from tieredkv.cache.events import BlockEvents
+from tieredkv.cache.miss_reasons import EVICTED
 from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.presence import Presence
 from tieredkv.cache.settings import CacheSettings
@@ -285,28 +286,29 @@ class Tiers:
                     what = f"page {block.block_id} is a duplicate"
                     raise IntegrityError(f"{what}, but VRAM does not keep its block")
 
-    def drop(self, block_hash: BlockHash, reason: str) -> list[Tier]:
+    def drop(self, block_hash: BlockHash, reason: Literal["expired", "admin"]) -> list[Tier]:
         """Make a block unreachable now; return the tiers that had a copy.
 
         Requests that hold it keep its memory until they end.
         """
+        label = "ttl" if reason == "expired" else reason
         had = [tier for tier, pool in self.pools.items() if pool.drop(block_hash) is not None]
         for tier in had:
-            self.counters.evictions[f"{tier},{reason}"] += 1
-        self.catalog.forget(block_hash, "expired" if reason == "ttl" else reason)
+            self.counters.evictions[f"{tier},{label}"] += 1
+        self.catalog.forget(block_hash, reason)
         return had
 
-    def drop_copy(self, tier: Tier, block_hash: BlockHash, reason: str) -> bool:
-        """Make the copy in one tier unreachable now; return whether there was one.
+    def drop_copy(self, tier: Tier, block_hash: BlockHash) -> bool:
+        """Make the copy in one tier unreachable for an operator; return whether there was one.
 
         The block is forgotten if that was its last copy in RAM.
         """
         if self.pools[tier].drop(block_hash) is None:
             return False
-        self.counters.evictions[f"{tier},{reason}"] += 1
+        self.counters.evictions[f"{tier},admin"] += 1
         self._note_left(tier, block_hash)
         if not self.is_in_ram(block_hash):
-            self.catalog.forget(block_hash, reason)
+            self.catalog.forget(block_hash, "admin")
         return True
 
     def _note_left(self, tier: Tier, block_hash: BlockHash) -> None:
@@ -331,4 +333,4 @@ class Tiers:
             if entry is not None and not self.is_in_ram(block_hash):
                 if self.is_promised(entry):
                     count_failure(self.counters.lost_blocks, entry.refusal or "too_slow", _LOST)
-                self.catalog.forget(block_hash, f"evicted_{'disk' if entry.is_on_disk else tier}")
+                self.catalog.forget(block_hash, EVICTED[Tier.DISK if entry.is_on_disk else tier])

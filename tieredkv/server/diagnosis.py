@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from tieredkv.cache.counters import COMPUTED_SOONER
+from tieredkv.cache.miss_reasons import COMPUTED_SOONER
 from tieredkv.engine.engine_messages import RequestUsage
 
 MAX_REQUESTS = 256
