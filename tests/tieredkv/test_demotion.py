@@ -603,6 +603,24 @@ def test_a_drain_stops_at_its_deadline_and_counts_what_is_left() -> None:
     rig.check_nothing_is_held()
 
 
+def test_a_drain_counts_no_block_whose_claim_on_the_disk_ends_meanwhile() -> None:
+    short = RetentionPolicy(name="short", idle_s=20.0, absolute_s=20.0, tiers=frozenset(Tier))
+    rig = Rig(policies=(*DEFAULT_POLICIES, short))
+    rig.run("a", 2, "short")
+    rig.run("a", 2, "in_memory")
+    rig.store.is_held = True
+    assert rig.cache.drain(0.05, meanwhile=lambda: rig.clock.advance(1.0)).num_late == 0
+
+
+def test_a_drain_counts_what_the_disk_is_owed_again_as_its_worker_restarts() -> None:
+    rig = Rig()
+    rig.run("a", 3)
+    assert rig.cache.drain(30.0).num_late == 0
+    rig.run("b", 1)
+    rig.store.is_held = True
+    assert rig.cache.drain(0.05, meanwhile=rig.store.restart_empty).num_late == 4
+
+
 # Flushing
 
 

@@ -101,13 +101,10 @@ class Drainer:
             progress("writing to disk", max(0, len(entries) - len(owed)), len(entries))
             time.sleep(POLL_S)
         demoter.is_draining = False
-        held = (tiers.catalog.get(entry.block_hash) for entry in entries)
-        num_left = sum(
-            now is entry and not entry.is_on_disk for now, entry in zip(held, entries, strict=True)
-        )
-        refusals, lost = self._refusals(), tiers.counters.lost_blocks
-        num_refused = refusals.total()
-        num_late = max(0, num_left - num_refused)
+        left = [entry for entry in tiers.catalog.entries() if tiers.is_promised(entry)]
+        refusals = Counter(entry.refusal for entry in left if entry.refusal)
+        num_refused, lost = refusals.total(), tiers.counters.lost_blocks
+        num_late = len(left) - num_refused
         lost.update(refusals)
         if num_late:
             lost["drain_timeout"] += num_late
@@ -129,9 +126,3 @@ class Drainer:
                 recency[entry.parent_hash] = max(parent, recency[entry.block_hash])
         entries.sort(key=lambda entry: (-recency[entry.block_hash], entry.position))
         return entries
-
-    def _refusals(self) -> Counter[str]:
-        """Count by reason the blocks in RAM that the disk should keep and the store refused."""
-        catalog, now = self._tiers.catalog, self._tiers.clock.now()
-        refused = (each for each in catalog.entries() if each.refusal and not each.is_on_disk)
-        return Counter(each.refusal for each in refused if catalog.disk_deadline(each, now))
