@@ -534,6 +534,17 @@ def test_blocks_that_left_ram_for_another_reason_are_not_counted_as_lost() -> No
     assert without_disk.tiers.counters.lost_blocks == {}
 
 
+def test_blocks_that_were_given_up_are_copied_down_once_another_worker_has_started() -> None:
+    rig = Rig(num_blocks=8, num_pages=8)
+    rig.run("a", 4)
+    rig.cache._demoter.drop_oldest(4)
+    rig.store.restart_empty()
+    rig.turn()
+    rig.run("b", 8)
+    assert rig.on_host("a", 4) == [0, 1, 2, 3]
+    assert rig.tiers.counters.lost_blocks == {}
+
+
 def test_a_failed_write_is_tried_again_at_the_end() -> None:
     rig = Rig()
     rig.store.reason = "io_error"

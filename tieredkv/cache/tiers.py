@@ -180,10 +180,7 @@ class Tiers:
         """Note that the disk may have no copy of any block, so that it is owed all again."""
         self.catalog.forget_disk()
         self.events.forget_disk()
-        hashes = self.host.hashes
-        for block_hash, page in zip(hashes, self.host.find(hashes), strict=True):
-            if page is not None:
-                self.host.put_clean(page, self.is_host_clean(block_hash))
+        self.recheck([*self.host.hashes, *self.device.hashes])
 
     # Pages
 
