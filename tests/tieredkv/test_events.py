@@ -109,6 +109,22 @@ class EventsMachine(TieredCacheMachine):
         self.follower_knows()
 
 
+def test_a_block_that_leaves_the_disk_during_a_lookup_of_its_chain_is_not_announced() -> None:
+    rig = Rig()
+    follower = Follower(rig)
+    rig.store.put("a", 2)
+    rig.store.tells_held = True
+    rig.store.put("a", 1)
+    rig.turn()
+    rig.store.is_held = True
+    rig.queue("a", 2)
+    rig.store.lose(chain_of("a", 1))
+    rig.turn()
+    rig.store.answer(0)
+    rig.turn()
+    follower.check()
+
+
 TestEvents = EventsMachine.TestCase
 TestEvents.settings = settings(
     max_examples=100,

@@ -89,8 +89,8 @@ class Lookups:
         times_of = self._tiers.disk_link.times_of
         for index, block_hash in enumerate(chain.hashes) if found else ():
             if (data := found.get(block_hash)) is not None:
-                until = chain.disk_until[index] = math.ceil(times_of(data).expires_at)
-                self._answers.setdefault(chain, {})[index] = until
+                until = self._answers.setdefault(chain, {})
+                until[index] = math.ceil(times_of(data).expires_at)
         self._use(chain, [*map(BlockHash, found)])
 
     def note_gone(self, hashes: Collection[bytes]) -> None:

@@ -96,7 +96,7 @@ class TieredCache:
         self._lives = Lives(tiers)
         self._touches = Touches(tiers, self._demoter, self._lives)
         self._drainer = Drainer(tiers, self._demoter, self.poll)
-        self._lookups = Lookups(tiers, self._want)
+        self._lookups = Lookups(tiers, self._use_answer)
         self._hits = Hits(tiers, self._recalls, self._lookups)
         self._expiry = Expiry(tiers)
         self._room = Room(tiers, self._promoter, self._demoter, self._hits.readable, self.poll)
@@ -124,6 +124,11 @@ class TieredCache:
         if missing and not self._tiers.presence.is_whole:
             on_disk = chain.on_disk(self._tiers.clock.now())
             self._lookups.ask(chain, [each for each in missing if each not in on_disk])
+
+    def _use_answer(self, chain: Chain, found: Collection[BlockHash]) -> None:
+        """Have read what the disk has found, but for blocks that it has dropped since."""
+        chain.disk_until = self._hits.until(chain)
+        self._want(chain, found)
 
     def _want(self, chain: Chain, candidates: Collection[BlockHash]) -> None:
         """Note which of these blocks of a queued request's chain may be prefetched from disk."""
