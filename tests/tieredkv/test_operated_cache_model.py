@@ -5,7 +5,8 @@ See `test_tiered_cache_model`, whose sequences these contain.
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -14,9 +15,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
-from msgspec.structs import replace
 
-from tests.fake_store import DAY_S, FakeStore, Rig, chain_of, root_of
+from tests.fake_store import DAY_S, chain_of, root_of
+from tests.operated_rig import MOST_BLOCKS, KeepingStore, OperatedRig
+from tests.tieredkv.test_events import Follower
 from tests.tieredkv.test_tiered_cache_model import CHAINS, LIMITS, TieredCacheMachine
 from tieredkv.cache import (
     catalog,
@@ -31,11 +33,14 @@ from tieredkv.cache import (
 from tieredkv.cache.chain import BlockClaim, Chain
 from tieredkv.cache.disk_link import Read
 from tieredkv.cache.orders import ORDERS
+from tieredkv.pieces import whole
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicy
-from tieredkv.tier import OPERATOR, Held, Restarted, TouchItem
+from tieredkv.tier import OPERATOR, Held
 from tieredkv.types import BlockHash, Tier
 
-MOST_BLOCKS = 5
+AMPLE_S = 0.3
+"""For how long a drain may write here, so that it writes everything."""
+
 NAMES = "abc"
 RAM_LONGER = RetentionPolicy(
     name="ram", idle_s=DAY_S, absolute_s=DAY_S, tiers=frozenset({Tier.DEVICE, Tier.HOST})
@@ -63,52 +68,13 @@ FEW = (
 """Bounds of the work of one step; with 1, much is left to later steps."""
 
 
-class KeepingStore(FakeStore):
-    """A store that keeps blocks for longer when it is told to, and tells its blocks bit by bit."""
-
-    def touch(self, items: Sequence[TouchItem]) -> None:
-        super().touch(items)
-        for item in items:
-            record, payload = self.blocks.get(BlockHash(item.block_hash), (None, b""))
-            if record is None or item.expires_at is None:
-                continue
-            assert item.expires_at <= record.computed_at + DAY_S, "a block is kept for too long"
-            until = max(record.expires_at, item.expires_at)
-            longer = replace(record, expires_at=until, last_used=item.last_used)
-            self.blocks[BlockHash(item.block_hash)] = longer, payload
-            self._tell_held(longer)
-
-    def restart(self, *, is_empty: bool) -> None:
-        """Have the worker die, and another one come, which has yet to tell its blocks."""
-        self.is_down = True
-        while self.lookups:
-            self.answer(0)
-        while self.jobs:
-            self.complete(0, reason="worker_died")
-        self.is_down = False
-        if self.tells_held:
-            self.told.append(Held(is_first=True))
-        self.told.append(Restarted())
-        if is_empty:
-            self.blocks.clear()
-
-    def tell_some(self, hashes: Sequence[BlockHash]) -> None:
-        """Tell some of the blocks anew."""
-        self._tell_held(*(self.blocks[each][0] for each in hashes if each in self.blocks))
-
-
-class OperatedRig(Rig):
-    """A rig over such a store."""
-
-    make_store = KeepingStore  # type: ignore[assignment]
-
-
 class OperatedCacheMachine(TieredCacheMachine):
     """The same, and whatever else may happen to blocks at any moment.
 
     Operators evict in one tier or in all, bit by bit, send blocks down, flush, and delete on disk.
     The disk evicts, and its worker restarts. Tenants have shares. Requests claim blocks by several
-    policies, may read only up to some ends, generate, and are preempted.
+    policies, may read only up to some ends, generate, and are preempted. The wall clock is set
+    back. A follower of the tiers knows what they hold. The engine stops.
     """
 
     store: KeepingStore
@@ -127,6 +93,7 @@ class OperatedCacheMachine(TieredCacheMachine):
         order=st.sampled_from(["lru", *ORDERS]),
         has_tenants=st.booleans(),
         is_bounded=st.booleans(),
+        is_followed=st.booleans(),
     )
     def build(
         self,
@@ -137,10 +104,12 @@ class OperatedCacheMachine(TieredCacheMachine):
         has_timeout: bool,
         is_patient: bool,
         is_bounded: bool,
+        is_followed: bool,
         **options: Any,
     ) -> None:
         room.PATIENCE_S = 1e9 if is_patient else 0.0
         self.bounds = ExitStack()
+        self.bounds.enter_context(mock.patch.object(time, "sleep", self.wait))
         for module, name in FEW if is_bounded else ():
             self.bounds.enter_context(mock.patch.object(module, name, 1))
         self.rig = OperatedRig(
@@ -149,9 +118,10 @@ class OperatedCacheMachine(TieredCacheMachine):
             load_timeout_s=0.0 if has_timeout else 1e9,
             **options,
         )
-        self.store = self.rig.store  # type: ignore[assignment]
+        self.store = self.rig.store
         self.store.is_held = self.rig.transfer.is_held = True
         self.rig.tenants = {"c": b"other"} if has_tenants else {}
+        self.follower = Follower(self.rig) if is_followed else None
         self.under_way: list[Iterator[None]] = []
         if told != "nothing":
             self.store.tell_all(is_whole=told == "all")
@@ -209,6 +179,7 @@ class OperatedCacheMachine(TieredCacheMachine):
                 entry = self.rig.tiers.catalog.get(block.block_hash)
                 assert entry is not None, "a block without an entry was found"
                 assert not self.rig.tiers.catalog.is_expired(entry, now), "expired"
+                assert now < self.store.newest[block.block_hash] + DAY_S, "too old"
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data(), num_private=st.integers(0, 2))
@@ -239,6 +210,40 @@ class OperatedCacheMachine(TieredCacheMachine):
         prefix.hashes.extend(self.hashes_of(prefix)[len(prefix.hashes) : num_blocks])
         self.waiting.append(prefix)
         self.rig.cache.arrive(prefix)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def claim(self, data: st.DataObject, count: int) -> None:
+        """Plan a step that computes blocks, and do not run it."""
+        prefix = data.draw(st.sampled_from(self.running))
+        first = last = self.rig._num_ready(prefix)
+        for block in prefix.blocks[first : min(first + count, len(prefix.hashes))]:
+            if block.is_ready or not self.rig.may_compute(prefix, last):
+                break
+            last += 1
+        self.rig.cache.claim(prefix, first, last)
+
+    @rule(chain=CHAINS, is_sent_down=st.booleans())
+    def begin_early(self, chain: tuple[str, int], is_sent_down: bool) -> None:
+        """Admit a request whose blocks are read from disk, and copy their first layers to VRAM.
+
+        An operator may then evict their pages, and send the blocks down again.
+        """
+        self.begin_to_load(chain)
+        while self.store.jobs:
+            self.store.complete(0)
+        self.rig.turn()
+        while self.rig.transfer.can_begin:
+            self.rig.transfer.begin()
+        self.rig.cache.poll(may_start_early=True)
+        if is_sent_down:
+            operations, is_wanted = self.rig.cache.operations, self.chosen(chain[0], 0)
+            whole(operations.evict(is_wanted, [Tier.HOST]))
+            whole(operations.send_down(is_wanted, Tier.HOST))
+
+    @rule(seconds=st.sampled_from([1.0, 60.0, 3600.0]))
+    def set_clock_back(self, seconds: float) -> None:
+        self.rig.clock.moment -= seconds
 
     @rule()
     def refresh(self) -> None:
@@ -294,6 +299,46 @@ class OperatedCacheMachine(TieredCacheMachine):
         shares = {b"other": of_other, b"ns": 0.2} if is_set else {}
         self.rig.cache.operations.set_shares(shares)
 
+    # The stop
+
+    @rule(
+        data=st.data(),
+        is_stop=st.booleans(),
+        disk=st.sampled_from(["hangs", "writes", "full"]),
+        timeout_s=st.sampled_from([0.0, 0.003, AMPLE_S]),
+        passed_s=st.sampled_from([0.0, 0.0, 0.1, 400.0]),
+    )
+    def drain(
+        self, data: st.DataObject, is_stop: bool, disk: str, timeout_s: float, passed_s: float
+    ) -> None:
+        """Drain the tiers, at a stop after all requests were aborted."""
+        while is_stop and self.waiting + self.running:
+            self.cancel(data)
+
+        def meanwhile() -> None:
+            self.rig.clock.moment += passed_s
+            self.rig.transfer.complete()
+            if self.store.jobs and disk != "hangs":
+                self.store.complete(0, reason="full" if disk == "full" else "")
+            if self.under_way and next(self.under_way[0], self) is self:
+                self.under_way.pop(0)
+
+        self.check_drain(timeout_s, meanwhile, must_end=is_stop and disk != "hangs")
+
+    def check_drain(
+        self, timeout_s: float, meanwhile: Callable[[], None], *, must_end: bool
+    ) -> None:
+        """Drain the tiers, and verify that what it has left is told."""
+        tiers, deadline = self.rig.tiers, self.moment + timeout_s
+        lost = self.rig.cache.drain(timeout_s, meanwhile=meanwhile)
+        num_left = sum(map(tiers.is_promised, tiers.catalog.entries()))
+        assert lost.num_late + lost.num_refused == num_left, "a loss is not told"
+        assert self.moment < deadline + 0.001, "it goes on after its deadline"
+        if self.moment < deadline or (must_end and timeout_s == AMPLE_S):
+            assert not lost.num_late, "a block was not written"
+        written = {it.block_hash for it in tiers.catalog.entries() if it.is_on_disk and it.claims}
+        assert written <= self.store.blocks.keys() | self.store.lost, "a block is not on disk"
+
     # The disk
 
     @rule(chain=CHAINS, reason=st.sampled_from(["capacity", OPERATOR]))
@@ -308,6 +353,15 @@ class OperatedCacheMachine(TieredCacheMachine):
     @rule(is_empty=st.booleans())
     def restart_worker(self, is_empty: bool) -> None:
         self.store.restart(is_empty=is_empty)
+
+    @rule(chain=CHAINS)
+    def place_untold(self, chain: tuple[str, int]) -> None:
+        """Have the disk have blocks of which it has yet to tell."""
+        store = self.store
+        if store.tells_held and not (self.rig.tiers.presence.is_whole or store.told or store.jobs):
+            store.tells_held = False
+            store.put(*chain)
+            store.tells_held = True
 
     @rule(is_whole=st.booleans(), length=st.integers(1, MOST_BLOCKS))
     def tell_blocks(self, is_whole: bool, length: int) -> None:
@@ -326,6 +380,12 @@ class OperatedCacheMachine(TieredCacheMachine):
             for pool, _ in self.rig.memories:
                 for block_hash in pool.hashes:
                     assert self.rig.tiers.catalog.get(block_hash), "a block has no entry"
+
+    @invariant()
+    def follower_knows(self) -> None:
+        if hasattr(self, "rig") and self.follower is not None:
+            self.follower.lost = self.store.lost
+            self.follower.check()
 
     @invariant()
     def presence_is_right(self) -> None:
@@ -347,6 +407,8 @@ class OperatedCacheMachine(TieredCacheMachine):
                     pass
             super().complete_all()
             self.check_nothing_is_left()
+            self.check_drain(AMPLE_S, lambda: None, must_end=True)
+            self.follower_knows()
         finally:
             self.bounds.close()
 

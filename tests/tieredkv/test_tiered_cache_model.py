@@ -172,10 +172,19 @@ class TieredCacheMachine(RuleBasedStateMachine):
         self.rig.transfer.complete()
         self.rig.cache.poll()
 
-    @precondition(lambda self: self.rig.transfer.can_begin)
     @rule()
-    def copy_first_layers(self) -> None:
+    def copy_down(self) -> None:
+        self.rig.transfer.complete_down()
+        self.rig.cache.poll()
+
+    @precondition(lambda self: self.rig.transfer.can_begin)
+    @rule(is_idle=st.booleans())
+    def copy_first_layers(self, is_idle: bool) -> None:
         self.rig.transfer.begin()
+        self.rig.cache.poll(may_start_early=is_idle)
+
+    @rule()
+    def start_early(self) -> None:
         self.rig.cache.poll(may_start_early=True)
 
     @precondition(lambda self: self.rig.store.jobs)
