@@ -78,7 +78,6 @@ class OperatedCacheMachine(TieredCacheMachine):
     """
 
     store: KeepingStore
-    final_patience_s = 0.0  # a tenant may keep pages that others would need
 
     @initialize(
         num_blocks=st.integers(5, 10),
@@ -213,7 +212,7 @@ class OperatedCacheMachine(TieredCacheMachine):
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), count=st.integers(1, 3))
-    def claim(self, data: st.DataObject, count: int) -> None:
+    def begin_compute(self, data: st.DataObject, count: int) -> None:
         """Plan a step that computes blocks, and do not run it."""
         prefix = data.draw(st.sampled_from(self.running))
         first = last = self.rig._num_ready(prefix)
@@ -221,7 +220,7 @@ class OperatedCacheMachine(TieredCacheMachine):
             if block.is_ready or not self.rig.may_compute(prefix, last):
                 break
             last += 1
-        self.rig.cache.claim(prefix, first, last)
+        self.rig.cache.begin_compute(prefix, first, last)
 
     @rule(chain=CHAINS, is_sent_down=st.booleans())
     def begin_early(self, chain: tuple[str, int], is_sent_down: bool) -> None:

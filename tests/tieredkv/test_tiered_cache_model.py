@@ -29,13 +29,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
     moves; operators evict. The learnt rates are any, right or wrong, and change, so that requests
     are divided between computing and loading in any way. At the end everything completes and
     nothing may be held.
-
-    Attributes:
-        final_patience_s: for how long a request waits for room at the end before blocks are dropped
-            for it. Everything completes then, so that none need be.
     """
-
-    final_patience_s = 1e9
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +232,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
             assert self.rig.can_go_on(prefix), "a request waits for nothing"
 
     def teardown(self) -> None:
-        room.PATIENCE_S = self.final_patience_s
+        room.PATIENCE_S = 1e9  # everything completes, so that no block need be given up for room
         try:
             self.complete_all()
         finally:
