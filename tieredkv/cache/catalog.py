@@ -8,9 +8,9 @@ Called by the engine's thread only.
 import heapq
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -20,8 +20,6 @@ from tieredkv.pieces import PIECE_BLOCKS
 from tieredkv.retention import RetentionPolicies
 from tieredkv.tier import BlockLife, Lent, TouchItem
 from tieredkv.types import BlockHash, BlockRecord, Tier
-
-Value = TypeVar("Value")
 
 _NEVER, _SOON = sys.maxsize, -1
 """Seconds that stand for entries that are not queued, and for those whose second has begun."""
@@ -71,22 +69,6 @@ class Entry(msgspec.Struct, gc=False):
 
 _SHARED = [name for name in Entry.__struct_fields__ if name in BlockRecord.__struct_fields__]
 """Fields that an entry and the record of the same block have in common."""
-
-
-def _once_a_life(compute: Callable[[Entry], Value]) -> Callable[[Entry], Value]:
-    """Return the same function, which computes once what entries with the same life have in common.
-
-    Most blocks of a prompt have the same.
-    """
-    known = dict[tuple[object, ...], Value]()
-
-    def value_of(entry: Entry) -> Value:
-        life = entry.claims, entry.disk_expires_at, *entry.times
-        if life not in known:
-            known[life] = compute(entry)
-        return known[life]
-
-    return value_of
 
 
 class Due(NamedTuple):
@@ -267,10 +249,17 @@ class Catalog:
         self._queue(filter(None, map(self._entries.get, held)))
 
     def _queue(self, entries: Iterable[Entry]) -> None:
-        """Queue entries by the deadlines of their claims, or by earlier ends of their pins."""
-        times_of = _once_a_life(self._times_of)
+        """Queue entries by the deadlines of their claims, or by the ends of their pins if earlier.
+
+        Most blocks of a prompt share one deadline, which is computed once.
+        """
+        lives: dict[tuple[object, ...], tuple[float, float]] = {}
         for entry in entries:
-            due, pin_ends = times_of(entry)
+            life = entry.claims, entry.disk_expires_at, *entry.times
+            times = lives.get(life)
+            if times is None:
+                times = lives[life] = self._times_of(entry)
+            due, pin_ends = times
             if pin_ends:
                 entry.pinned_until = pin_ends
                 self.pinned.add(entry.block_hash)
@@ -376,8 +365,15 @@ class Catalog:
         return max(until, entry.disk_expires_at)
 
     def deadlines(self, entries: Iterable[Entry]) -> list[float]:
-        """Return the `deadline` of each entry."""
-        return [*map(_once_a_life(self.deadline), entries)]
+        """Return the `deadline` of each entry; one that many of them share is computed once."""
+        lives: dict[tuple[object, ...], float] = {}
+        deadlines: list[float] = []
+        for entry in entries:
+            life = entry.claims, entry.disk_expires_at, *entry.times
+            if (until := lives.get(life)) is None:
+                until = lives[life] = self.deadline(entry)
+            deadlines.append(until)
+        return deadlines
 
     def is_expired(self, entry: Entry, now: float) -> bool:
         """Return whether the entry may no longer be served."""
@@ -404,19 +400,22 @@ class Catalog:
         return self._policies.longest(entry.claims) if entry.claims else ""
 
     def touch_items(self, entries: Iterable[Entry], now: float) -> list[TouchItem]:
-        """Return the messages that tell the disk of blocks' uses; note the deadlines in them."""
+        """Return the messages that tell the disk of blocks' uses; note the deadlines in them.
 
-        @_once_a_life
-        def claim_of(entry: Entry) -> tuple[float | None, str | None]:
-            until = self.disk_deadline(entry, now)
-            return until, None if until is None else self._policies.longest(entry.claims)
-
+        Most blocks of a prompt share one deadline, which is computed once.
+        """
+        lives: dict[tuple[object, ...], tuple[float | None, str | None]] = {}
         items: list[TouchItem] = []
         for entry in entries:
-            until, retention = claim_of(entry)
-            if until is not None:
-                entry.disk_expires_at = max(entry.disk_expires_at, until)
-            use = entry.last_used, until, retention, entry.pinned_until, entry.hits
+            life = entry.claims, *entry.times
+            claim = lives.get(life)
+            if claim is None:
+                until = self.disk_deadline(entry, now)
+                retention = None if until is None else self._policies.longest(entry.claims)
+                claim = lives[life] = until, retention
+            if claim[0] is not None:
+                entry.disk_expires_at = max(entry.disk_expires_at, claim[0])
+            use = entry.last_used, *claim, entry.pinned_until, entry.hits
             items.append(TouchItem(entry.block_hash, *use))
         return items
 
