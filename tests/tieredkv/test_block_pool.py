@@ -349,14 +349,23 @@ def test_a_block_that_a_copy_reads_keeps_its_place_and_is_not_reused(pool: Block
     assert first.ref_count == 1
 
 
-def test_a_block_that_loses_its_hash_comes_back_with_its_last_reader(pool: BlockPool) -> None:
+@pytest.mark.parametrize("is_in_use", [False, True])
+def test_a_block_that_loses_its_hash_comes_back_with_its_last_reader(
+    pool: BlockPool, is_in_use: bool
+) -> None:
     (block,) = keep(pool, "a")
     num_free = pool.num_free
     pool.add_reader(block)
     pool.add_reader(block)
+    if is_in_use:
+        pool.acquire([block])
     pool.drop(name("a"))
+    pool.check()
+    if is_in_use:
+        pool.release([block])
     assert pool.num_free == num_free - 1
     pool.remove_reader(block)
+    pool.check()
     assert pool.num_free == num_free - 1
     pool.remove_reader(block)
     assert pool.num_free == num_free

@@ -234,19 +234,26 @@ class Catalog:
         self.owed.pop(block_hash, None)
         self.given_up.discard(block_hash)
 
-    def forget_disk(self) -> None:
+    def forget_disk(self) -> list[BlockHash]:
         """Count no block as being on disk, since a new worker may have started with an empty store.
 
         A block that the store still has is acknowledged without being written again. A block that
         no policy claims keeps the disk's deadline.
+
+        Returns:
+            The blocks whose demotion was given up; that is tried again.
         """
-        for entry in self._entries.values():
+        given_up: list[BlockHash] = []
+        for block_hash, entry in self._entries.items():
             if entry.claims:
+                if entry.is_droppable:
+                    given_up.append(block_hash)
                 entry.disk_expires_at = 0.0
                 entry.is_droppable = False
         self._note_owed(self._entries.values())
         held, self._held_by_disk = self._held_by_disk, set()
         self._queue(filter(None, map(self._entries.get, held)))
+        return given_up
 
     def _queue(self, entries: Iterable[Entry]) -> None:
         """Queue entries by the deadlines of their claims, or by the ends of their pins if earlier.

@@ -126,7 +126,7 @@ class TieredCache:
             self._lookups.ask(chain, [each for each in missing if each not in on_disk])
 
     def _use_answer(self, chain: Chain, found: Collection[BlockHash]) -> None:
-        """Have read what the disk has found, but for blocks that it has dropped since."""
+        """Note what may be prefetched of what the disk has found and not dropped since."""
         chain.disk_until = self._hits.until(chain)
         self._want(chain, found)
 

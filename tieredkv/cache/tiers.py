@@ -178,9 +178,9 @@ class Tiers:
 
     def forget_disk(self) -> None:
         """Note that the disk may have no copy of any block, so that it is owed all again."""
-        self.catalog.forget_disk()
+        given_up = self.catalog.forget_disk()
         self.events.forget_disk()
-        self.recheck([*self.host.hashes, *self.device.hashes])
+        self.recheck({**dict.fromkeys(self.host.hashes), **dict.fromkeys(given_up)})
 
     # Pages
 
@@ -275,9 +275,10 @@ class Tiers:
                 if block_hash is None or self.catalog.get(block_hash) is None:
                     raise IntegrityError(f"evictable block {block.block_id} has no entry")
                 is_elsewhere = tier is Tier.HOST and self.device.lookup(block_hash) is not None
-                if block.is_clean and not (is_clean[tier](block_hash) or is_elsewhere):
+                may_go = is_clean[tier](block_hash)
+                if block.is_clean and not (may_go or is_elsewhere):
                     raise IntegrityError(f"block {block.block_id} of {tier} is not clean")
-                if is_clean[tier](block_hash) and not block.is_clean:
+                if may_go and not block.is_clean:
                     raise IntegrityError(f"block {block.block_id} of {tier} counts as not clean")
                 if block.is_double and not all(self.device.holds_young([block_hash])):
                     what = f"page {block.block_id} is a duplicate"
