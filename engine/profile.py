@@ -98,8 +98,8 @@ def warm_up(runner: ModelRunner, progress: Progress = ignore_progress) -> None:
     if loaded.device.type == "cuda":
         heads = runner.buffers.heads
         if prefill_dense.is_available(heads):
-            lengths = {"max_query_len": chunk, "max_context_len": context_len}
-            for share in prefill_dense.warm_up(heads, **lengths):
+            shares = prefill_dense.warm_up(heads, max_query_len=chunk, max_context_len=context_len)
+            for share in shares:
                 progress("planning attention", round(100 * share), 100)
         sizes = [1 << n for n in range(1, 20) if 1 << n < chunk] + [chunk]
         for size in tracked(progress, "warming up", sizes):

@@ -71,6 +71,15 @@ def check_data(name: str, tensor: Tensor, cache: LayerCache) -> None:
     check_last_dim(name, tensor)
 
 
+def check_sinks(sinks: Tensor, q: Tensor) -> None:
+    """Refuse sinks that are not one number of a float dtype for each head of q."""
+    is_float = sinks.dtype in KERNEL_DTYPES and sinks.device == q.device
+    if sinks.shape != q.shape[1:2] or not is_float:
+        what = f"sinks {describe(sinks)}"
+        raise ShapeError(f"{what} are not one float for each head of q {describe(q)}")
+    check_last_dim("sinks", sinks)
+
+
 def check_indices(name: str, tensor: Tensor, cache: LayerCache) -> None:
     """Refuse a tensor that is not int32 or int64 on the cache's device, or has gaps."""
     if tensor.dtype not in (torch.int32, torch.int64) or tensor.device != cache.k.device:

@@ -52,6 +52,14 @@ def gather_blocks(cache: LayerCache, table: Tensor, out: Tensor) -> None:
 
 
 @triton.jit
+def _add_sink(total, acc, row_max, sink):
+    """Add one more score, which has no value, to the running sums."""
+    new_max = tl.maximum(row_max, sink)
+    decay = tl.exp(row_max - new_max)
+    return total * decay + tl.exp(sink - new_max), acc * decay[:, None], new_max
+
+
+@triton.jit
 def _add_part(total, acc, row_max, out_ptr, lse_ptr, offset, lse_offset, mask, is_row):
     """Add one part to the running sums, with log-sum-exp in base e."""
     lse = tl.load(lse_ptr + lse_offset, is_row, other=float("-inf"))
@@ -71,14 +79,15 @@ _LSE_STRIDES = [f"lse_stride_{part}" for part in range(MAX_PARTS)]
 )
 def _merge_parts_kernel(
     out_ptr, merged_lse_ptr, out_0_ptr, out_1_ptr, out_2_ptr, out_3_ptr, lse_0_ptr, lse_1_ptr,
-    lse_2_ptr, lse_3_ptr, lse_stride_0, lse_stride_1, lse_stride_2, lse_stride_3, num_rows,
-    num_queries, NUM_PARTS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM_TILE: tl.constexpr, ROWS: tl.constexpr,
+    lse_2_ptr, lse_3_ptr, sinks_ptr, lse_stride_0, lse_stride_1, lse_stride_2, lse_stride_3,
+    num_rows, num_queries, NUM_PARTS: tl.constexpr, NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Combine the parts of ROWS rows; a row is one head of one query; out may alias part 0.
 
-    Grid: (ceil(num_queries * num_heads / ROWS),). Masks: rows past the end, dims past HEAD_DIM.
-    Bytes moved per row: HEAD_DIM elements and a float, read for each part and written once.
+    sinks_ptr is None, or one score for each head, which is added as a part without a value. Grid:
+    (ceil(num_queries * num_heads / ROWS),). Masks: rows past the end, dims past HEAD_DIM. Bytes
+    moved per row: HEAD_DIM elements and a float, read for each part and written once.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, DIM_TILE)
@@ -89,9 +98,14 @@ def _merge_parts_kernel(
     row_max = tl.load(lse_0_ptr + head * lse_stride_0 + query, is_row, other=0.0)
     acc = tl.load(out_0_ptr + offset, mask, other=0.0).to(tl.float32)
     total = tl.full([ROWS], 1.0, tl.float32)
-    total, acc, row_max = _add_part(
-        total, acc, row_max, out_1_ptr, lse_1_ptr, offset, head * lse_stride_1 + query, mask, is_row
-    )
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, is_row, other=0.0).to(tl.float32)
+        total, acc, row_max = _add_sink(total, acc, row_max, sink)
+    if NUM_PARTS > 1:
+        at = head * lse_stride_1 + query
+        total, acc, row_max = _add_part(
+            total, acc, row_max, out_1_ptr, lse_1_ptr, offset, at, mask, is_row
+        )
     if NUM_PARTS > 2:
         at = head * lse_stride_2 + query
         total, acc, row_max = _add_part(
@@ -106,25 +120,32 @@ def _merge_parts_kernel(
     tl.store(merged_lse_ptr + head * num_queries + query, row_max + tl.log(total), is_row)
 
 
-def merge_parts(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor) -> None:
-    """Combine two or more partial results (out, lse) of attention into out, in float32.
+def merge_parts(
+    parts: Sequence[tuple[Tensor, Tensor]], out: Tensor, sinks: Tensor | None = None
+) -> None:
+    """Combine partial results (out, lse) of attention into out, in float32.
 
     The parts cover disjoint parts of one context; the result is attention over all of them.
     Each tensor is contiguous, except that lse may have any stride between heads.
+
+    Args:
+        parts: two or more, or at least one with sinks.
+        out: [num_queries, num_heads, head_dim].
+        sinks: [num_heads], one more score for each head, without a value.
 
     Source: the identity behind Flash-Decoding and cascade inference.
     """
     num_queries, num_heads, head_dim = out.shape
     first, others = parts[0], list(parts[1:])
-    while others:
+    while others or sinks is not None:
         group = [first, *others[: MAX_PARTS - 1]]
         others = others[MAX_PARTS - 1 :]
         padded = group + [group[0]] * (MAX_PARTS - len(group))
         lse = torch.empty(num_heads, num_queries, dtype=torch.float32, device=out.device)
         _merge_parts_kernel[(triton.cdiv(num_queries * num_heads, MERGED_ROWS),)](
-            out, lse, *(part[0] for part in padded), *(part[1] for part in padded),
+            out, lse, *(part[0] for part in padded), *(part[1] for part in padded), sinks,
             *(part[1].stride(0) for part in padded), num_queries * num_heads, num_queries,
             NUM_PARTS=len(group), NUM_HEADS=num_heads, HEAD_DIM=head_dim,
             DIM_TILE=max(16, triton.next_power_of_2(head_dim)), ROWS=MERGED_ROWS, num_warps=4,
         )  # fmt: skip
-        first = (out, lse)
+        first, sinks = (out, lse), None  # the merged part has the sinks

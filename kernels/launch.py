@@ -21,7 +21,7 @@ from tieredkv.kernels.partition import Batch, Heads, Span, Tiling
 
 logger = logging.getLogger(__name__)
 
-MAX_TRITON_HEAD_DIM = 256
+MAX_TRITON_HEAD_DIM = 512
 
 
 def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
@@ -65,14 +65,19 @@ class Shares(NamedTuple):
     wide: list[Span]
 
 
-def share_out(spans: Sequence[Span], heads: Heads, *, may_be_dense: bool = True) -> Shares:
+def share_out(
+    spans: Sequence[Span], heads: Heads, *, may_be_dense: bool = True, window: int | None = None
+) -> Shares:
     """Assign each span, or each part of it, to the fastest kernel.
+
+    The dense path gets no span whose window leaves a part of the context out.
 
     Args:
         spans: of a step.
         heads: attention heads of the model.
         may_be_dense: whether the dense path may be used; not in a captured step, as its launches
             depend on the spans.
+        window: positions that a query sees, or None for all.
     """
     dense, narrow, wide = [], [], []
     is_dense = may_be_dense and prefill_dense.is_available(heads)
@@ -81,7 +86,8 @@ def share_out(spans: Sequence[Span], heads: Heads, *, may_be_dense: bool = True)
             narrow.append(span)
             continue
         row, first_token, query_len, context_len = span
-        taken = prefill_dense.count_queries(query_len, context_len) if is_dense else 0
+        is_whole = window is None or window >= context_len
+        taken = prefill_dense.count_queries(query_len, context_len) if is_dense and is_whole else 0
         if taken:
             dense.append(Span(row, first_token, taken, context_len - query_len + taken))
         if query_len > taken:
@@ -89,42 +95,64 @@ def share_out(spans: Sequence[Span], heads: Heads, *, may_be_dense: bool = True)
     return Shares(dense, narrow, wide)
 
 
-def make_batch(block_tables: Tensor, spans: Sequence[Span], heads: Heads) -> Batch:
-    """Plan a step and upload the plan to new tensors; the engine reuses buffers instead."""
+def make_batch(
+    block_tables: Tensor, spans: Sequence[Span], heads: Heads, window: int | None = None
+) -> Batch:
+    """Plan a step and upload the plan to new tensors; the engine reuses buffers instead.
+
+    The plan is for layers with this window only.
+    """
     if not checks.use_triton(heads.device):
         return Batch(block_tables, spans)
-    shares = share_out(spans, heads)
-    narrow = _upload_plan(shares.narrow, partition.narrow_tiling(heads), heads.device)
-    wide = _upload_plan(shares.wide, partition.wide_tiling(heads), heads.device)
+    shares = share_out(spans, heads, window=window)
+    narrow = _upload_plan(shares.narrow, partition.narrow_tiling(heads), heads.device, window)
+    wide = _upload_plan(shares.wide, partition.wide_tiling(heads), heads.device, window)
     return Batch(block_tables, spans, shares.dense, narrow, wide)
 
 
-def _upload_plan(spans: Sequence[Span], tiling: Tiling, device: torch.device) -> Tensor | None:
+def _upload_plan(
+    spans: Sequence[Span], tiling: Tiling, device: torch.device, window: int | None
+) -> Tensor | None:
     if not spans:
         return None
     num_ints = partition.size_ints(tiling, partition.count_tiles(tiling, spans))
     plan = np.zeros(num_ints, dtype=np.int32)
-    partition.partition(spans, tiling, plan)
+    partition.partition(spans, tiling, plan, window)
     return torch.from_numpy(plan).to(device)
 
 
-def paged_attention(q: Tensor, cache: LayerCache, batch: Batch, scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor,
+    cache: LayerCache,
+    batch: Batch,
+    scale: float,
+    *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attend each request's queries, which are its last tokens, causally to its context.
 
-    Query `i` of a span stands at position `context_len - query_len + i` and sees positions 0 to its
-    own. The keys and values of the queries themselves must already be in the cache.
+    Query `i` of a span stands at position `p = context_len - query_len + i` and sees positions 0 to
+    p, or max(0, p - window + 1) to p. The keys and values of the queries themselves must already be
+    in the cache. No block is read that lies before the window of the span's first query, nor its
+    entry in the block table: both may hold anything.
 
     Args:
         q: [num_tokens, num_heads, head_dim], the cache's dtype, contiguous in head_dim.
         cache: of the layer.
-        batch: see `Batch`.
+        batch: see `Batch`; its plans must be made for the same window.
         scale: factor on the scores, 1/sqrt(head_dim) in most models.
+        window: positions that a query sees, its own included; None for all.
+        sinks: [num_heads], a float dtype; a further score of each head that takes its share of the
+            softmax and has no value, so a row's weights add up to less than 1. It is not scaled.
 
     Returns:
         [num_tokens, num_heads, head_dim] in q's dtype; tokens of no span get no defined output.
 
     Raises:
         ShapeError: the tensors disagree; checked on the host before launch.
+
+    Source: sliding windows as in Mistral 7B, Jiang et al. 2023; sinks as in gpt-oss, OpenAI 2025.
     """
     checks.check_cache(cache)
     num_kv_heads, head_dim = cache.k.shape[2:]
@@ -134,9 +162,13 @@ def paged_attention(q: Tensor, cache: LayerCache, batch: Batch, scale: float) ->
     if batch.block_tables.ndim != 2:
         raise ShapeError(f"block_tables {describe(batch.block_tables)} is not 2-dimensional")
     checks.check_indices("block_tables", batch.block_tables, cache)
+    if window is not None and window < 1:
+        raise ShapeError(f"window {window} is not positive")
+    if sinks is not None:
+        checks.check_sinks(sinks, q)
     if not checks.use_triton(q.device):
         _check_spans(q, cache, batch)
-        return reference.paged_attention(q, cache, batch, scale)
+        return reference.paged_attention(q, cache, batch, scale, window, sinks)
     if head_dim > MAX_TRITON_HEAD_DIM:
         most = f"the kernels support at most {MAX_TRITON_HEAD_DIM}"
         raise ShapeError(f"head_dim {head_dim} is above the limit; {most}")
@@ -146,19 +178,22 @@ def paged_attention(q: Tensor, cache: LayerCache, batch: Batch, scale: float) ->
         chunk = slice(span.first_token, span.first_token + span.query_len)
         table = batch.block_tables[span.row]
         try:
-            prefill_dense.attend_chunk(q[chunk], cache, table, span.context_len, scale, out[chunk])
+            prefill_dense.attend_chunk(
+                q[chunk], cache, table, span.context_len, scale, out[chunk], sinks
+            )
         except prefill_dense.RefusedError as error:
             logger.warning("the paged kernel computes a chunk instead of cuDNN: %s", error)
-            plan = _upload_plan([span], partition.wide_tiling(heads), q.device)
+            plan = _upload_plan([span], partition.wide_tiling(heads), q.device, window)
             alone = Batch(batch.block_tables, [span], wide=plan)
-            out[chunk] = paged_attention(q, cache, alone, scale)[chunk]
+            attended = paged_attention(q, cache, alone, scale, window=window, sinks=sinks)
+            out[chunk] = attended[chunk]
     for plan, tiling in (
         (batch.narrow, partition.narrow_tiling(heads)),
         (batch.wide, partition.wide_tiling(heads)),
     ):
         if plan is not None:
             triton_module("paged_attention").paged_attention(
-                q, cache, batch.block_tables, plan, tiling, scale, out
+                q, cache, batch.block_tables, plan, tiling, scale, out, window, sinks
             )
     return out
 

@@ -2,15 +2,21 @@
 
 One kernel serves single queries (decode) and chunks (prefill), with different tilings.
 `tieredkv.kernels.partition` divides the work among programs. Scores are kept in base 2: the scale
-contains log2(e), so that exp2 can be used. Callers go through `tieredkv.kernels.launch`, which
-checks the tensors; this module does not. On GPUs that support it (Hopper and later), a kernel is
-launched while the previous one still runs, and waits before it reads what that one writes.
+contains log2(e), so that exp2 can be used. With a window, a query sees the last WINDOW positions
+only, its own included. A sink is one more score of a head, without a value. Callers go through
+`tieredkv.kernels.launch`, which checks the tensors; this module does not. On GPUs that support it
+(Hopper and later), a kernel is launched while the previous one still runs, and waits before it
+reads what that one writes.
 
-Reference: `tieredkv.kernels.reference.paged_attention`.
+Reference: `tieredkv.kernels.reference.paged_attention`. Source of windows: Longformer, Beltagy et
+al. 2020, and Mistral 7B, Jiang et al. 2023; of sinks: StreamingLLM, Xiao et al. 2023, and gpt-oss,
+OpenAI 2025.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (a kernel's arguments have no Python types)
+
+import math
 
 import torch
 import triton
@@ -20,32 +26,33 @@ from torch import Tensor
 from tieredkv.kernels.checks import LayerCache, has_dependent_launch
 from tieredkv.kernels.partition import INTS_PER_PROGRAM, INTS_PER_TILE, Tiling
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
 def _attend(
-    q, k_ptr, v_ptr, block_table_ptr, first, whole_end, end, row_position, scale_log2, stride_block,
-    stride_token, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
-    KV_TILE: tl.constexpr, IS_NARROW: tl.constexpr,
+    q, k_ptr, v_ptr, block_table_ptr, first, whole_end, end, row_position, row_max, row_sum,
+    scale_log2, stride_block, stride_token, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr, KV_TILE: tl.constexpr, WINDOW: tl.constexpr, HAS_ONE_LOOP: tl.constexpr,
 ):  # fmt: skip
     """Attend q's rows to the positions [first, end) of one request and KV head, tile by tile.
 
-    Every row sees all positions below `whole_end`, so those tiles need no mask. A narrow kernel
-    masks all tiles, so that short contexts go through one pipelined loop. The block id of each
-    position is looked up separately, so a tile may span blocks. k_ptr and v_ptr point at the KV
-    head. Masks: dims past HEAD_DIM; in the masked loop also loads past the end and scores after the
-    row's own position. Bytes moved: 2 * KV_TILE * HEAD_DIM elements per tile.
+    Every row sees all positions below `whole_end`, so those tiles need no mask. HAS_ONE_LOOP masks
+    all tiles, so that all of them go through one pipelined loop. It is for short contexts, for
+    windows, where no tile may be seen whole, and for heads above 256, where the registers do not
+    suffice for two loops. The block id of each position is looked up separately, so a tile may
+    begin anywhere and span blocks. k_ptr and v_ptr point at the KV head; row_max and row_sum hold
+    what each row has summed already. Masks: dims past HEAD_DIM; in the masked loop also loads past
+    the end, scores after the row's own position and scores before its window. Bytes moved:
+    2 * KV_TILE * HEAD_DIM elements per tile.
     """
-    row_max = tl.full([q.shape[0]], float("-inf"), tl.float32)
-    row_sum = tl.zeros([q.shape[0]], tl.float32)
     acc = tl.zeros([q.shape[0], DIM_TILE], tl.float32)
     dim = tl.arange(0, DIM_TILE)
-    for IS_MASKED in tl.static_range(1 if IS_NARROW else 0, 2):
-        start = whole_end if IS_MASKED and not IS_NARROW else first
+    for IS_MASKED in tl.static_range(1 if HAS_ONE_LOOP else 0, 2):
+        start = whole_end if IS_MASKED and not HAS_ONE_LOOP else first
         stop = end if IS_MASKED else whole_end
         for tile_start in tl.range(
-            start, stop, KV_TILE, num_stages=1 if IS_MASKED and not IS_NARROW else None
+            start, stop, KV_TILE, num_stages=1 if IS_MASKED and not HAS_ONE_LOOP else None
         ):
             position = tile_start + tl.arange(0, KV_TILE)
             mask = (dim < HEAD_DIM)[None, :]
@@ -62,6 +69,8 @@ def _attend(
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
             if IS_MASKED:
                 is_seen = (position[None, :] <= row_position[:, None]) & is_loaded[None, :]
+                if WINDOW:
+                    is_seen &= position[None, :] > row_position[:, None] - WINDOW
                 scores = tl.where(is_seen, scores, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(scores, 1))
             # A row without a visible position keeps -inf; a shift of 0 makes exp2 give 0, not NaN.
@@ -78,18 +87,20 @@ def _attend(
 @triton.jit(do_not_specialize=["block_tables_stride"])
 def _attention_kernel(
     out_ptr, partial_out_ptr, partial_lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr,
-    plan_ptr, scale_log2, out_stride_query, out_stride_head, q_stride_query, q_stride_head,
-    cache_stride_block, cache_stride_token, cache_stride_head, block_tables_stride,
+    plan_ptr, sinks_ptr, scale_log2, out_stride_query, out_stride_head, q_stride_query,
+    q_stride_head, cache_stride_block, cache_stride_token, cache_stride_head, block_tables_stride,
     INTS_PER_PROGRAM: tl.constexpr, INTS_PER_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr, ROW_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
-    KV_TILE: tl.constexpr, IS_NARROW: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+    KV_TILE: tl.constexpr, WINDOW: tl.constexpr, HAS_ONE_LOOP: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Attend one program's range of units for one KV head, tile by tile.
 
     Row r of a tile is query r // GROUP and head r % GROUP, so that keys and values are read once
     for the whole group. Grid: (num_kv_heads, num_programs); programs past the work return at once.
-    Masks: rows past the tile's queries, dims past HEAD_DIM. Bytes moved: keys and values of the
-    range; q once per tile and program; out once, or as float32 partials if a tile is shared.
+    Masks: rows past the tile's queries, dims past HEAD_DIM; positions as in `_attend`. WINDOW is 0
+    and sinks_ptr None if there are none. Bytes moved: keys and values of the range; q once per tile
+    and program; out once, or as float32 partials if a tile is shared.
     """
     if IS_DEPENDENT:  # the merge kernel may start now; it waits for the results
         tl.extra.cuda.gdc_launch_dependents()
@@ -121,14 +132,27 @@ def _attention_kernel(
         mask = is_row[:, None] & (dim < HEAD_DIM)[None, :]
         q = tl.load(q_ptr + q_offset[:, None] + dim[None, :], mask=mask, other=0.0)
         first = (unit - tile_start) * KV_TILE
-        end = tl.minimum((stop - tile_start) * KV_TILE, position + num_queries)
+        end = (stop - tile_start) * KV_TILE
+        if WINDOW:  # the units begin at the first position that a query of the tile sees
+            first_seen = tl.load(tile_ptr + 6)
+            first += first_seen
+            end += first_seen
+        end = tl.minimum(end, position + num_queries)
         whole_end = tl.minimum(end, position + 1) // KV_TILE * KV_TILE
+        row_max = tl.full([ROW_TILE], float("-inf"), tl.float32)
+        row_sum = tl.zeros([ROW_TILE], tl.float32)
+        if sinks_ptr is not None:
+            # A tile's first unit counts the sink, so that it counts once however many programs
+            # share the tile.
+            sink = tl.load(sinks_ptr + head, is_row, other=0.0).to(tl.float32)
+            row_max = tl.where(unit == tile_start, sink * LOG2_E, float("-inf"))
+            row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
         row_max, row_sum, acc = _attend(
             q, k_cache_ptr + kv_head * cache_stride_head, v_cache_ptr + kv_head * cache_stride_head,
             block_tables_ptr + request.to(tl.int64) * block_tables_stride, first,
-            tl.maximum(first, whole_end), end, position + row // GROUP, scale_log2,
-            cache_stride_block, cache_stride_token, BLOCK_SIZE, HEAD_DIM, DIM_TILE, KV_TILE,
-            IS_NARROW,
+            tl.maximum(first, whole_end), end, position + row // GROUP, row_max, row_sum,
+            scale_log2, cache_stride_block, cache_stride_token, BLOCK_SIZE, HEAD_DIM, DIM_TILE,
+            KV_TILE, WINDOW, HAS_ONE_LOOP,
         )  # fmt: skip
         # NOTE: a row without a visible position gives 0, or a partial with lse -inf and output 0.
         divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
@@ -215,12 +239,15 @@ def paged_attention(
     tiling: Tiling,
     scale: float,
     out: Tensor,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Launch the attention and merge kernels for one partition; see `launch.paged_attention`."""
     _, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = cache.k.shape
     group = num_heads // num_kv_heads
     is_narrow = tiling.num_queries == 1
+    has_one_loop = is_narrow or window is not None or head_dim > 256
     num_partials = 2 * tiling.num_programs * num_kv_heads * tiling.row_tile
     partial_out = torch.empty(num_partials * head_dim, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(num_partials, dtype=torch.float32, device=q.device)
@@ -236,9 +263,10 @@ def paged_attention(
         "IS_DEPENDENT": is_dependent,
     }
     _attention_kernel[(num_kv_heads, tiling.num_programs)](
-        out, partial_out, partial_lse, q, *cache, block_tables, plan, scale * LOG2_E,
+        out, partial_out, partial_lse, q, *cache, block_tables, plan, sinks, scale * LOG2_E.value,
         *out.stride()[:2], *q.stride()[:2], *cache.k.stride()[:3], block_tables.stride(0),
-        BLOCK_SIZE=block_size, KV_TILE=tiling.kv_tile, IS_NARROW=is_narrow, **sizes,
+        BLOCK_SIZE=block_size, KV_TILE=tiling.kv_tile, WINDOW=window or 0,
+        HAS_ONE_LOOP=has_one_loop, **sizes,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **launch_options,
     )  # fmt: skip
     if tiling.num_programs > 1:

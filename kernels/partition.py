@@ -1,7 +1,8 @@
 """Plan, on the host, how the programs of paged attention share the work of a batch.
 
-Queries are cut into tiles. The keys that a tile sees are cut into units of one KV tile. All units
-of a batch form one row, and every program takes an equal range of it:
+Queries are cut into tiles. The keys that a tile sees are cut into units of one KV tile. With a
+window, they begin at the first position that the tile's first query sees, in any place of a block.
+All units of a batch form one row, and every program takes an equal range of it:
 ```
 tiles     |---- tile 0 ----|- tile 1 -|-------------- tile 2 --------------|
 programs  |    0     |    1     |    2     |    3     |    4     |
@@ -24,6 +25,9 @@ from torch import Tensor
 
 INTS_PER_TILE = 8
 INTS_PER_PROGRAM = 16
+MAX_SUMS_PER_THREAD = 128
+"""Most of a tile's float32 sums that a thread holds in its 255 registers."""
+
 MIN_UNITS = 2
 """Fewest units of a program; with fewer, merging would cost more than sharing saves."""
 
@@ -107,21 +111,32 @@ def narrow_tiling(heads: Heads) -> Tiling:
     programs = programs & ~7 or programs
     if heads.dtype == torch.float32:  # no tensor cores in float32: tiles live in registers
         return Tiling(1, row_tile, 16, 4 if heads.head_dim <= 128 else 8, 1, programs)
-    kv_tile = 128 if heads.head_dim <= 64 else 64 if heads.head_dim <= 128 else 32
-    return Tiling(1, row_tile, kv_tile, 4, 5, programs)
+    num_warps = 4 if row_tile * heads.head_dim <= MAX_SUMS_PER_THREAD * 128 else 8
+    return Tiling(1, row_tile, _kv_tile(heads), num_warps, 5, programs)
 
 
 @functools.cache
 def wide_tiling(heads: Heads) -> Tiling:
-    """Return the tiling for chunks: it fills an SM's 227 KiB of shared memory and its registers."""
+    """Return the tiling for chunks: it fills an SM's 227 KiB of shared memory and its registers.
+
+    A thread holds a row's sums of up to 128 dims, so heads above 256 get 64 rows. In shared memory,
+    in 16 bits, a head of 512 takes 64 KiB for its queries, and 32 KiB for the keys of 32 positions,
+    for their values, and for both of the next tile: 192 KiB.
+    """
     is_exact = heads.dtype == torch.float32
-    row_tile = max(32 if is_exact else 128, 1 << (heads.group - 1).bit_length())
+    most_rows = 32 if is_exact else 128 if heads.head_dim <= 256 else 64
+    row_tile = max(most_rows, 1 << (heads.group - 1).bit_length())
     num_queries = row_tile // heads.group
     programs = max(1, num_multiprocessors(heads.device) // heads.num_kv_heads)
     if is_exact:
         return Tiling(num_queries, row_tile, 16, 8, 1, programs)
-    kv_tile = 128 if heads.head_dim <= 64 else 64 if heads.head_dim <= 128 else 32
-    return Tiling(num_queries, row_tile, kv_tile, 8, 5 if heads.head_dim <= 128 else 3, programs)
+    num_stages = 5 if heads.head_dim <= 128 else 3
+    return Tiling(num_queries, row_tile, max(32, _kv_tile(heads)), 8, num_stages, programs)
+
+
+def _kv_tile(heads: Heads) -> int:
+    """Return the positions whose keys take 16 KiB in 16 bits, and so do their values."""
+    return max(16, min(128, 8192 >> (heads.head_dim - 1).bit_length()))
 
 
 @functools.cache
@@ -142,7 +157,9 @@ def count_tiles(tiling: Tiling, spans: Sequence[Span]) -> int:
     return sum(-(-span.query_len // tiling.num_queries) for span in spans)
 
 
-def partition(spans: Sequence[Span], tiling: Tiling, out: NDArray[np.int32]) -> None:
+def partition(
+    spans: Sequence[Span], tiling: Tiling, out: NDArray[np.int32], window: int | None = None
+) -> None:
     """Divide the units of a batch among the programs, and write the plan to `out`.
 
     Layout of `out`, int32; a program finds its first tile with one read:
@@ -151,13 +168,15 @@ def partition(spans: Sequence[Span], tiling: Tiling, out: NDArray[np.int32]) -> 
                 shares its last tile (-1 if none does), first query and number of
                 queries of that tile, 2 unused, then its first tile
     a tile      row of the block tables, first query, number of queries, position of the first, its
-                first unit and the one after its last, 2 unused
+                first unit and the one after its last, position of its first key, 1 unused
     ```
 
     Args:
         spans: the requests; those without queries are ignored.
         tiling: tiling of the kernel.
         out: [size_ints] for at least the batch's tiles; only what the kernel reads is written.
+        window: a query sees this many positions, its own and those before it; None for all.
+            Positions that no query sees are in no unit.
     """
     rows, first_tokens, query_lens, context_lens = np.array(spans, dtype=np.int32).reshape(-1, 4).T
     tiles_a_span = -(-query_lens // tiling.num_queries)
@@ -166,7 +185,8 @@ def partition(spans: Sequence[Span], tiling: Tiling, out: NDArray[np.int32]) -> 
     first_query = (np.arange(len(span)) - before[span]) * tiling.num_queries
     num_queries = np.minimum(tiling.num_queries, query_lens[span] - first_query)
     position = context_lens[span] - query_lens[span] + first_query
-    stops = np.cumsum(-(-(position + num_queries) // tiling.kv_tile))
+    first_key = np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
+    stops = np.cumsum(-(-(position + num_queries - first_key) // tiling.kv_tile))
     starts = np.concatenate([[0], stops[:-1]])
     total = int(stops[-1]) if len(stops) else 0
     share = max(MIN_UNITS, -(-total // tiling.num_programs))
@@ -177,6 +197,7 @@ def partition(spans: Sequence[Span], tiling: Tiling, out: NDArray[np.int32]) -> 
     assert len(tiles) == len(span), f"{len(span)} tiles, room for {len(tiles)}"
     tiles[:, 0], tiles[:, 1] = rows[span], first_tokens[span] + first_query
     tiles[:, 2], tiles[:, 3], tiles[:, 4], tiles[:, 5] = num_queries, position, starts, stops
+    tiles[:, 6] = first_key
 
     first_units = np.minimum(np.arange(num_programs) * share, total)
     programs[:, 0], programs[:, 1] = first_units, np.minimum(first_units + share, total)

@@ -12,7 +12,9 @@ keys of 1  | piece    | piece    | piece                  | square 1         | a
 Pieces are attended without a mask, and the results are merged by log-sum-exp. So a bounded set of
 plans, all made before the first request, serves every length. If a chunk does not begin at a
 multiple of STEP, the first square begins at the multiple before it, and its rows before the chunk
-are idle. The host must know the lengths. This module knows no batches.
+are idle. Sinks are merged as one more part, whose lse is the sink and whose output is 0. Windows
+are not supported: cuDNN would compute whole squares. The host must know the lengths. This module
+knows no batches.
 """
 
 import functools
@@ -85,13 +87,16 @@ def _cut(first: int, end: int, *, max_steps: int) -> Iterator[tuple[int, int]]:
         first = stop
 
 
-def warm_up(heads: Heads, *, max_query_len: int, max_context_len: int) -> Iterator[float]:
+def warm_up(
+    heads: Heads, *, max_query_len: int, max_context_len: int, sinks: Tensor | None = None
+) -> Iterator[float]:
     """Build the plans of all shapes up to the given lengths; yield the fraction done.
 
     Args:
         heads: attention heads of the model.
         max_query_len: queries of the longest chunk.
         max_context_len: tokens of the longest context.
+        sinks: those of one layer, if the model has any.
     """
     longest = min(max_query_len + STEP, MAX_SQUARE_STEPS * STEP, max_context_len)
     squares = [STEP << k for k in range(20) if STEP << k <= longest]
@@ -100,16 +105,17 @@ def warm_up(heads: Heads, *, max_query_len: int, max_context_len: int) -> Iterat
     for done, (num_queries, num_keys, is_causal) in enumerate(shapes, 1):
         _try_shape(heads, num_queries, num_keys, is_causal=is_causal)
         yield done / len(shapes)
-    _merge_some(heads)
+    _merge_some(heads, sinks)
 
 
-def _merge_some(heads: Heads) -> None:
+def _merge_some(heads: Heads, sinks: Tensor | None) -> None:
     """Compile the kernels that merge parts."""
     kernels = triton_module("dense_kernels")
     out = torch.zeros(STEP, heads.num_heads, heads.head_dim, dtype=heads.dtype, device=heads.device)
     lse = torch.zeros(heads.num_heads, STEP, device=heads.device)
-    for num_parts in range(2, kernels.MAX_PARTS + 1):
-        kernels.merge_parts([Partial(out, lse)] * num_parts, torch.empty_like(out))
+    # Sinks are in the first launch only, so that launches of later parts are a kernel of their own.
+    for num_parts in range(1 if sinks is not None else 2, 2 * kernels.MAX_PARTS):
+        kernels.merge_parts([Partial(out, lse)] * num_parts, torch.empty_like(out), sinks)
 
 
 def _try_shape(heads: Heads, num_queries: int, num_keys: int, *, is_causal: bool) -> None:
@@ -120,7 +126,13 @@ def _try_shape(heads: Heads, num_queries: int, num_keys: int, *, is_causal: bool
 
 
 def attend_chunk(
-    q: Tensor, cache: LayerCache, block_table: Tensor, context_len: int, scale: float, out: Tensor
+    q: Tensor,
+    cache: LayerCache,
+    block_table: Tensor,
+    context_len: int,
+    scale: float,
+    out: Tensor,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attend a chunk's queries, the last tokens of the context, causally to the whole context.
 
@@ -134,6 +146,7 @@ def attend_chunk(
         context_len: tokens of the context with these queries, a multiple of STEP.
         scale: factor on the scores.
         out: the result, shaped as q, contiguous.
+        sinks: [num_heads], one more score for each head, without a value.
 
     Raises:
         RefusedError: the operator does not support these shapes on this machine.
@@ -154,10 +167,10 @@ def attend_chunk(
         real = slice(idle, end - first)
         parts = [Partial(part_out[real], lse[:, real]) for part_out, lse in parts]
         target = out[first + idle - prefix_len : end - prefix_len]
-        if len(parts) == 1:
+        if len(parts) == 1 and sinks is None:
             target.copy_(parts[0].out)
         else:
-            triton_module("dense_kernels").merge_parts(parts, target)
+            triton_module("dense_kernels").merge_parts(parts, target, sinks)
 
 
 def _gather(cache: LayerCache, block_table: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:

@@ -62,37 +62,77 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
 
 
-def paged_attention(q: Tensor, cache: LayerCache, batch: Batch, scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor,
+    cache: LayerCache,
+    batch: Batch,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attend each span's queries causally to its context; see `launch.paged_attention`."""
     out = q.new_zeros(q.shape)
     for row, start, query_len, context_len in batch.spans:
         if query_len:
-            k, v = (gather_context(part, batch.block_tables[row], context_len) for part in cache)
-            queries = q[start : start + query_len]
-            attended = _attend(queries.float(), k.float(), v.float(), scale)
+            first = 0 if window is None else max(0, context_len - query_len - window + 1)
+            table = batch.block_tables[row]
+            k, v = (gather_context(part, table, first, context_len).float() for part in cache)
+            queries = q[start : start + query_len].float()
+            if sinks is None:
+                attended = _attend(queries, k, v, scale, window)
+            else:
+                attended = _attend_with_sinks(queries, k, v, scale, window, sinks)
             out[start : start + query_len] = attended.to(q.dtype)
     return out
 
 
-def gather_context(cache: Tensor, block_table: Tensor, context_len: int) -> Tensor:
-    """Copy the first `context_len` tokens of a request out of the paged cache.
+def gather_context(cache: Tensor, block_table: Tensor, first: int, end: int) -> Tensor:
+    """Copy the tokens [first, end) of a request out of the paged cache.
 
     Args:
         cache: [num_blocks, block_size, num_kv_heads, head_dim].
-        block_table: [max_blocks]; entries past the context are not read.
-        context_len: tokens to copy.
+        block_table: [max_blocks]; only entries of blocks with these tokens are read.
+        first: position of the first token to copy.
+        end: position after the last one.
 
     Returns:
-        [context_len, num_kv_heads, head_dim], a contiguous copy.
+        [end - first, num_kv_heads, head_dim], a contiguous copy.
     """
-    num_blocks = -(-context_len // cache.shape[1])
-    return cache.index_select(0, block_table[:num_blocks]).flatten(0, 1)[:context_len]
+    block_size = cache.shape[1]
+    first_block, end_block = first // block_size, -(-end // block_size)
+    blocks = cache.index_select(0, block_table[first_block:end_block])
+    return blocks.flatten(0, 1)[first - first_block * block_size : end - first_block * block_size]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Attend q [n, Hq, D], the last n of m positions, causally to k and v [m, Hkv, D]."""
+def _seen(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return which of the keys each of the last positions sees, [num_queries, num_keys] bool."""
+    keys = torch.arange(num_keys, device=device)
+    queries = keys[num_keys - num_queries :, None]
+    seen = keys <= queries
+    return seen if window is None else seen & (keys > queries - window)
+
+
+def _attend_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sinks: Tensor
+) -> Tensor:
+    """Attend as `_attend`, with one more score for each head, sinks [Hq], that has no value."""
+    num_queries, num_heads, _ = q.shape
+    num_keys, num_kv_heads, _ = k.shape
+    k, v = (x.repeat_interleave(num_heads // num_kv_heads, 1).transpose(0, 1) for x in (k, v))
+    scores = q.transpose(0, 1) @ k.transpose(1, 2) * scale
+    scores.masked_fill_(~_seen(num_queries, num_keys, window, q.device), float("-inf"))
+    sink = sinks.float()[:, None, None].expand(-1, num_queries, 1)
+    weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
+    return (weights @ v).transpose(0, 1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """Attend q [n, Hq, D], the last n of m positions, causally to k and v [m, Hkv, D].
+
+    A single query sees all of k, which begins where its window does.
+    """
     num_queries, num_heads, head_dim = q.shape
-    context_len, num_kv_heads, _ = k.shape
+    num_keys, num_kv_heads, _ = k.shape
     if num_queries == 1:  # the heads of a group become rows; no mask needed
         rows = q.reshape(1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         out = F.scaled_dot_product_attention(
@@ -100,9 +140,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         )
         return out.reshape(1, num_heads, head_dim)
     mask = None
-    if num_queries < context_len:
-        positions = torch.arange(context_len, device=q.device)
-        mask = positions <= positions[context_len - num_queries :, None]
+    if num_queries < num_keys or (window is not None and window < num_keys):
+        mask = _seen(num_queries, num_keys, window, q.device)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         k.transpose(0, 1)[None],

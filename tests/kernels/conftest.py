@@ -37,13 +37,18 @@ def choose_fixture() -> Callable[[str], contextlib.AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedCase:
-    """A ragged batch over a pool in which everything that no request may read is NaN."""
+    """A ragged batch over a pool in which everything that no request may read is NaN.
+
+    Entries of the block tables before a request's window point at blocks of NaN.
+    """
 
     q: Tensor
     cache: LayerCache
     block_tables: Tensor
     spans: list[Span]
     scale: float
+    window: int | None = None
+    sinks: Tensor | None = None
 
     @property
     def heads(self) -> Heads:
@@ -51,11 +56,13 @@ class PagedCase:
         return Heads(self.q.shape[1], num_kv_heads, head_dim, self.q.dtype, self.q.device)
 
     def batch(self) -> Batch:
-        return launch.make_batch(self.block_tables, self.spans, self.heads)
+        return launch.make_batch(self.block_tables, self.spans, self.heads, self.window)
 
     def attend(self, backend: str = "auto") -> Tensor:
         with choose(backend):
-            return launch.paged_attention(self.q, self.cache, self.batch(), self.scale)
+            return launch.paged_attention(
+                self.q, self.cache, self.batch(), self.scale, window=self.window, sinks=self.sinks
+            )
 
     def oracle(self) -> Tensor:
         """Compute attention by its definition, query by query, in float64 on the CPU."""
@@ -69,10 +76,14 @@ class PagedCase:
             k = k_cache[block_ids, position % k_cache.shape[1]].repeat_interleave(group, 1)
             v = v_cache[block_ids, position % k_cache.shape[1]].repeat_interleave(group, 1)
             for index in range(query_len):
-                seen = context_len - query_len + index + 1
+                end = context_len - query_len + index + 1
+                seen = slice(max(0, end - (self.window or end)), end)
                 token = first_token + index
-                scores = torch.einsum("hd,khd->hk", q[token], k[:seen]) * self.scale
-                out[token] = torch.einsum("hk,khd->hd", scores.softmax(-1), v[:seen])
+                scores = torch.einsum("hd,khd->hk", q[token], k[seen]) * self.scale
+                if self.sinks is not None:
+                    scores = torch.cat([scores, self.sinks.to(scores)[:, None]], 1)
+                weights = scores.softmax(-1)[:, : end - seen.start]
+                out[token] = torch.einsum("hk,khd->hd", weights, v[seen])
         return out
 
 
@@ -94,6 +105,8 @@ def make_case() -> Callable[..., PagedCase]:
         dtype: torch.dtype = torch.float32,
         device: str = DEVICE,
         extra_blocks: int = 3,
+        window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> PagedCase:
         """Make requests of (query_len, context_len) whose blocks are scattered over the pool."""
         blocks = [-(-context_len // block_size) for _, context_len in spans]
@@ -107,14 +120,16 @@ def make_case() -> Callable[..., PagedCase]:
         tables = torch.full((len(spans), max(blocks) + 2), -1, dtype=torch.int32)
         ids = torch.randperm(num_blocks, dtype=torch.int32)
         first = 0
-        for row, (_, context_len) in enumerate(spans):
+        for row, (query_len, context_len) in enumerate(spans):
             own = ids[first : first + blocks[row]]
             first += blocks[row]
             tables[row, : blocks[row]] = own
             slots = (own[:, None] * block_size + torch.arange(block_size)).flatten()
-            slots = slots[:context_len].to(device)
+            unseen = 0 if window is None else max(0, context_len - query_len - window + 1)
+            tables[row, : unseen // block_size] = ids[-1]
+            slots = slots[unseen:context_len].to(device)
             for half in range(2):
-                fresh = torch.randn(context_len, num_kv_heads, head_dim, device=device)
+                fresh = torch.randn(len(slots), num_kv_heads, head_dim, device=device)
                 pool[slots // block_size, 1, half, slots % block_size] = fresh.to(dtype)
         starts = list(itertools.accumulate((query_len for query_len, _ in spans), initial=0))
         q = torch.randn(starts[-1], num_heads, head_dim, device=device).to(dtype)
@@ -124,6 +139,8 @@ def make_case() -> Callable[..., PagedCase]:
             block_tables=tables.to(device),
             spans=[Span(row, starts[row], *span) for row, span in enumerate(spans)],
             scale=head_dim**-0.5,
+            window=window,
+            sinks=None if sinks is None else sinks.to(device),
         )
 
     return make
