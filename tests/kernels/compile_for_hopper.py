@@ -48,7 +48,8 @@ def compile_kernel(
         if name in constants:
             signature[name] = "constexpr"
             values[(index,)] = constants[name]
-        elif name.endswith("_ptr"):
+            continue
+        if name.endswith("_ptr"):
             signature[name] = (
                 "*fp32" if name.startswith("lse_") else OTHER_POINTERS.get(name, POINTERS[dtype])
             )
@@ -62,9 +63,18 @@ def compile_kernel(
     sys.stdout.write(f"{kernel.__name__} {compiled.metadata.shared}\n")
 
 
-def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+def compile_attention(
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    window: int = 0,
+    has_sinks: bool = False,
+) -> None:
     heads = Heads(num_heads, num_kv_heads, head_dim, dtype, torch.device("cpu"))
     tiles = {"HEAD_DIM": head_dim, "DIM_TILE": max(16, triton.next_power_of_2(head_dim))}
+    sinks = {} if has_sinks else {"sinks_ptr": None}
     for tiling in (narrow_tiling(heads), wide_tiling(heads)):
         plan = {
             "INTS_PER_PROGRAM": INTS_PER_PROGRAM,
@@ -77,7 +87,15 @@ def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim:
         compile_kernel(
             paged_attention._attention_kernel,
             dtype,
-            tiles | plan | {"BLOCK_SIZE": 16, "KV_TILE": tiling.kv_tile, "IS_NARROW": is_narrow},
+            tiles
+            | plan
+            | sinks
+            | {
+                "BLOCK_SIZE": 16,
+                "KV_TILE": tiling.kv_tile,
+                "WINDOW": window,
+                "HAS_ONE_LOOP": is_narrow or window > 0 or head_dim > 256,
+            },
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
         )
@@ -90,8 +108,12 @@ def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim:
     compile_kernel(
         dense_kernels._merge_parts_kernel,
         dtype,
-        tiles | {"NUM_HEADS": num_heads, "NUM_PARTS": 4, "ROWS": 8},
+        tiles | sinks | {"NUM_HEADS": num_heads, "NUM_PARTS": 4, "ROWS": 8},
     )
+
+
+def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    compile_attention(dtype, num_heads, num_kv_heads, head_dim)
     compile_kernel(
         dense_kernels._gather_kernel, dtype, {"NUM_ELEMENTS": 16 * 8 * 128, "TILE": 4096}
     )
@@ -128,3 +150,7 @@ def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim:
 if __name__ == "__main__":
     compile_all(torch.bfloat16, 28, 4, 128)
     compile_all(torch.float32, 4, 4, 48)
+    compile_attention(torch.bfloat16, 16, 2, 512)
+    compile_attention(torch.bfloat16, 64, 8, 64, window=128, has_sinks=True)
+    compile_attention(torch.bfloat16, 16, 8, 256, window=1024)
+    compile_attention(torch.float16, 14, 2, 128, has_sinks=True)

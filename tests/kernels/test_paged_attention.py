@@ -240,6 +240,35 @@ def test_the_dense_path_in_steps_equals_the_definition(
 
 
 @pytest.mark.usefixtures("dense_everywhere")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("sinks", [[2.0, -1.0, 0.5, 4.0], [-1e4, -3.0, 1e4, 1.0]])
+def test_the_dense_path_merges_sinks_once_and_leaves_windows_to_the_paged_kernel(
+    make_case: MakeCase,
+    relative_error: RelativeError,
+    choose: Choose,
+    dtype: torch.dtype,
+    sinks: list[float],
+) -> None:
+    spans = [(16, 16), (5, 5), (40, 48), (17, 100), (1, 1), (99, 130), (130, 250), (12, 13)]
+    case = make_case(
+        spans,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        block_size=16,
+        dtype=dtype,
+        sinks=torch.tensor(sinks),
+    )
+    rows = {None: [0, 2, 3, 5, 6, 7], 130: [0, 2, 3, 5, 7], 48: [0, 2, 7], 15: [7], 1: []}
+    for window, expected in rows.items():
+        within = replace(case, window=window)
+        with choose("dense"):
+            shares = launch.share_out(case.spans, case.heads, window=window)
+        assert [span.row for span in shares.dense] == expected
+        assert relative_error(within.attend("dense"), within.oracle()) < TOLERANCE[dtype]
+
+
+@pytest.mark.usefixtures("dense_everywhere")
 def test_the_dense_path_asks_for_a_bounded_set_of_shapes(
     make_case: MakeCase, choose: Choose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,12 +315,13 @@ def test_chunks_that_the_dense_operator_refuses_go_to_the_paged_kernel(
         raise prefill_dense.RefusedError("no engine for these shapes")
 
     monkeypatch.setattr(prefill_dense, "attend_cudnn", refuse)
-    case = make_case([(12, 30), (3, 20)], num_heads=4, num_kv_heads=2, head_dim=32, block_size=16)
-    with choose("dense"):
-        batch = case.batch()
-        out = launch.paged_attention(case.q, case.cache, batch, case.scale)
-    assert batch.dense
-    assert relative_error(out, case.oracle()) < TOLERANCE[torch.float32]
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "block_size": 16}
+    plain = make_case([(12, 30), (3, 20)], **shape)
+    with_sinks = replace(plain, window=30, sinks=torch.tensor([1.0, -1.0, 3.0, 0.0]).to(plain.q))
+    for case in (plain, with_sinks):
+        with choose("dense"):
+            assert case.batch().dense
+        assert relative_error(case.attend("dense"), case.oracle()) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize(

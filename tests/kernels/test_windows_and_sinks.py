@@ -6,6 +6,7 @@ window, so a position that is read by mistake shows in the result.
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 MakeCase = Callable[..., Any]
 RelativeError = Callable[[Tensor, Tensor], float]
+Choose = Callable[[str], AbstractContextManager[None]]
 
 BACKENDS = [
     ("triton", torch.float32),
@@ -166,19 +168,20 @@ def test_extreme_sinks_take_nothing_or_everything(make_case: MakeCase, backend: 
 
 
 def test_a_window_as_long_as_the_context_changes_no_bit_of_the_reference(
-    make_case: MakeCase,
+    make_case: MakeCase, choose: Choose
 ) -> None:
     shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "block_size": 16}
     case = make_case(DECODE + CHUNKS, **shape)
     arguments = case.q, case.cache, Batch(case.block_tables, case.spans), case.scale
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch.checks, "use_triton", lambda _: False)
+    with choose("reference"):
         whole = launch.paged_attention(*arguments)
         assert torch.equal(launch.paged_attention(*arguments, window=200), whole)
         assert not torch.equal(launch.paged_attention(*arguments, window=199), whole)
 
 
-def test_the_definition_is_that_of_gpt_oss_in_transformers(make_case: MakeCase) -> None:
+def test_the_definition_is_that_of_gpt_oss_in_transformers(
+    make_case: MakeCase, choose: Choose
+) -> None:
     modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     masking = pytest.importorskip("transformers.masking_utils")
     sinks = make_sinks("medium", 4)
@@ -196,8 +199,7 @@ def test_the_definition_is_that_of_gpt_oss_in_transformers(make_case: MakeCase) 
             module, case.q.transpose(0, 1)[None], k, v, mask, case.scale
         )
         batch = Batch(case.block_tables, case.spans)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(launch.checks, "use_triton", lambda _: False)
+        with choose("reference"):
             out = launch.paged_attention(
                 case.q, case.cache, batch, case.scale, window=window, sinks=sinks
             )
