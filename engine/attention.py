@@ -7,20 +7,66 @@ sequence. The module knows neither requests nor where blocks come from.
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from tieredkv.errors import ModelError
-from tieredkv.kernels import launch
+from tieredkv.kernels import launch, prefill_dense
 from tieredkv.kernels.checks import LayerCache
-from tieredkv.kernels.partition import Batch
+from tieredkv.kernels.partition import Batch, Heads
+from tieredkv.types import DTYPE_BYTES, KVSpec, LayerKV, PageKind
 
 ATTENTION_NAME = "tieredkv"
 CONTEXT_ARGUMENT = "paged_context"
 """The keyword under which a forward pass carries its context's handle to the attention layers."""
+
+
+class AttentionLayer(NamedTuple):
+    """One attention layer of a model.
+
+    Attributes:
+        source: the layer whose keys and values it attends to: an earlier one, or itself.
+        window: how many tokens a token attends to, itself included; None for all before it.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    source: int
+    window: int | None = None
+
+    def num_seen(self, context_len: int) -> int:
+        """Return to how many tokens of a context its last one attends."""
+        return context_len if self.window is None else min(context_len, self.window)
+
+
+class AttentionKind(NamedTuple):
+    """What layers have in common that attend to the same pages, with their work shared out alike.
+
+    Attributes:
+        page: index of the kind of page that has their keys and values.
+    """
+
+    heads: Heads
+    window: int | None
+    page: int
+
+    def is_dense(self, context_len: int) -> bool:
+        """Return whether chunks that end there may be attended over gathered keys and values."""
+        is_whole = self.window is None or self.window >= context_len
+        return is_whole and prefill_dense.is_available(self.heads)
+
+
+def own_layers(layers: Sequence[AttentionLayer]) -> list[LayerKV]:
+    """Return the shapes of those layers that have keys and values of their own."""
+    own = (layer for index, layer in enumerate(layers) if layer.source == index)
+    return [LayerKV(layer.num_kv_heads, layer.head_dim, layer.window) for layer in own]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +74,16 @@ class StepMetadata:
     """The slots and attention spans of one step's tokens.
 
     Attributes:
-        slot_mapping: [num_tokens] on the device; -1 for a token whose keys and values are not
-            written.
-        batch: their requests, contexts, and how attention's work is shared out.
+        slots: [num_page_kinds, num_tokens] on the device; -1 for a token whose keys and values are
+            not written.
+        batches: for each kind of layer their requests, contexts, and how attention's work is shared
+            out.
         last: the tokens whose logits are wanted, by themselves; None where all are attended.
     """
 
-    slot_mapping: Tensor
-    batch: Batch
-    last: Batch | None = None
+    slots: Tensor
+    batches: Sequence[Batch]
+    last: Sequence[Batch] | None = None
 
 
 def late_layer(num_layers: int) -> int:
@@ -47,22 +94,49 @@ def late_layer(num_layers: int) -> int:
     return num_layers - max(1, num_layers // 8)
 
 
+def early_bytes(spec: KVSpec) -> int:
+    """Return how many bytes of a page lie before those of its first late layer."""
+    first, *_ = spec.page_kinds
+    num_elements = spec.first_element(first, late_layer(len(first.layers)))
+    return num_elements * DTYPE_BYTES[spec.dtype]
+
+
 class AttentionContext:
     """The paged cache of one runner, layer by layer, and the step that is being computed.
 
     One thread runs forward passes over a context. The pool belongs to the caller.
 
+    Args:
+        kv_pool: [num_pages, elements of a page], as `spec` says.
+        spec: how keys and values lie in pages.
+        layers: of the model.
+
     Attributes:
-        caches: of the layers.
+        kinds: of the layers, each once.
+        caches: keys and values that each layer attends to.
         step: what is being computed.
         handle: stands for the context in calls of the op.
     """
 
-    def __init__(self, kv_pool: Tensor) -> None:
-        layers = range(kv_pool.shape[1])
-        self.caches = [LayerCache(kv_pool[:, i, 0], kv_pool[:, i, 1]) for i in layers]
+    def __init__(self, kv_pool: Tensor, spec: KVSpec, layers: Sequence[AttentionLayer]) -> None:
+        own = [index for index, layer in enumerate(layers) if layer.source == index]
+        caches, pages = dict[int, LayerCache](), dict[int, int]()
+        for page, kind in enumerate(spec.page_kinds):
+            for number, cache in enumerate(_layer_caches(kv_pool, spec, kind)):
+                source = own[kind.layers[number]]
+                caches[source], pages[source] = cache, page
+        self.caches = [caches[layer.source] for layer in layers]
+        kinds = [
+            AttentionKind(
+                Heads(*layer[:3], kv_pool.dtype, kv_pool.device), layer.window, pages[layer.source]
+            )
+            for layer in layers
+        ]
+        self.kinds = list(dict.fromkeys(kinds))
+        self._kind_of = [self.kinds.index(kind) for kind in kinds]
         self.step: StepMetadata | None = None
-        self._late_layer = late_layer(len(layers))
+        first = spec.page_kinds[0].layers
+        self._layers, self._late_layer = layers, own[first[late_layer(len(first))]]
         self._gate: torch.cuda.Event | None = None
         if kv_pool.is_cuda:
             self._gate = torch.cuda.Event(external=True)
@@ -80,20 +154,43 @@ class AttentionContext:
 
     def store(self, key: Tensor, value: Tensor, layer: int) -> None:
         """Write the step's keys and values of one layer into the pool."""
-        step = self.step
-        assert step is not None, "a forward pass ran outside of ModelRunner.launch"
-        launch.store_kv(key, value, self.caches[layer], step.slot_mapping)
+        if self._layers[layer].source == layer:
+            launch.store_kv(key, value, self.caches[layer], self.slots(layer))
 
-    def attend(self, query: Tensor, scale: float, layer: int, kept: Tensor | None = None) -> Tensor:
+    def slots(self, layer: int) -> Tensor:
+        """Return where the step's keys and values of a layer are written; see `StepMetadata`."""
+        assert self.step is not None, "a forward pass ran outside of ModelRunner.launch"
+        return self.step.slots[self.kinds[self._kind_of[layer]].page]
+
+    def attend(
+        self,
+        query: Tensor,
+        scale: float,
+        layer: int,
+        kept: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attend the step's queries, or only the `kept` ones, to the pool with the step's keys."""
-        step = self.step
+        step, cache, kind = self.step, self.caches[layer], self._kind_of[layer]
         assert step is not None, "a forward pass ran outside of ModelRunner.launch"
         if self._gate is not None and layer == self._late_layer:
             self._gate.wait(torch.cuda.current_stream(query.device))
+        attend = partial(launch.paged_attention, window=self.kinds[kind].window, sinks=sinks)
         if kept is not None and step.last is not None:
-            return launch.paged_attention(query[kept], self.caches[layer], step.last, scale)
-        attended = launch.paged_attention(query, self.caches[layer], step.batch, scale)
+            return attend(query[kept], cache, step.last[kind], scale)
+        attended = attend(query, cache, step.batches[kind], scale)
         return attended if kept is None else attended[kept]
+
+
+def _layer_caches(kv_pool: Tensor, spec: KVSpec, kind: PageKind) -> list[LayerCache]:
+    """Return the keys and values of each layer of one kind of page, as views of the pool."""
+    caches = []
+    for number, index in enumerate(kind.layers):
+        layer = spec.layers[index]
+        part = kv_pool[:, spec.first_element(kind, number) : spec.first_element(kind, number + 1)]
+        k, v = part.unflatten(1, (2, spec.block_size, *layer[:2])).unbind(1)
+        caches.append(LayerCache(k, v))
+    return caches
 
 
 _handles = itertools.count(1)
@@ -107,7 +204,13 @@ if hasattr(torch.ops.tieredkv, "paged_attention"):
 
 @torch.library.custom_op("tieredkv::paged_attention", mutates_args=())
 def paged_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, layer: int, context: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    layer: int,
+    context: int,
 ) -> Tensor:
     """Attend over the paged cache of a context; torch does not know that this writes to the pool.
 
@@ -115,19 +218,28 @@ def paged_attention(
         query: [num_tokens, num_heads, head_dim].
         key: [num_tokens, num_kv_heads, head_dim], rotated.
         value: as key.
+        sinks: [num_heads], of a layer that has them.
         scale: factor on the scores.
-        layer: index of the layer in the pool.
+        layer: index of the layer in the model.
         context: handle of the `AttentionContext`.
 
     Returns:
         [num_tokens, num_heads, head_dim].
     """
     _contexts[context].store(key, value, layer)
-    return _contexts[context].attend(query, scale, layer)
+    return _contexts[context].attend(query, scale, layer, sinks=sinks)
 
 
 @paged_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, scale: float, layer: int, context: int) -> Tensor:
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    layer: int,
+    context: int,
+) -> Tensor:
     return query.new_empty(query.shape)
 
 
@@ -136,12 +248,16 @@ class AttentionCall:
     """One layer's call of the attention interface, as recorded.
 
     A list of calls stands in for a context's handle in a forward pass without weights.
+
+    Attributes:
+        key: the keys, by which layers are found that attend to those of another layer.
     """
 
     layer: int
     query_shape: tuple[int, ...]
     key_shape: tuple[int, ...]
     value_shape: tuple[int, ...]
+    key: Tensor
     is_causal: bool
     options: dict[str, object]
 
@@ -159,8 +275,8 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Serve transformers' attention interface; tensors come as [1, heads, num_tokens, head_dim].
 
-    No mask is used: causality follows from the positions in the cache. Options that change the
-    result (windows, sinks, soft caps) were refused when the model was loaded.
+    No mask is used: causality and windows follow from the positions in the cache. Other options
+    that change the result, such as soft caps, were refused when the model was loaded.
     """
     context = options.pop(CONTEXT_ARGUMENT, None)
     layer = module.layer_idx
@@ -169,13 +285,14 @@ def attention_forward(
         shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
         is_causal = bool(getattr(module, "is_causal", True))
         options["attention_mask"] = attention_mask
-        context.append(AttentionCall(layer, *shapes, is_causal, options))
+        context.append(AttentionCall(layer, *shapes, key, is_causal, options))
         return query.transpose(1, 2), None
     if not isinstance(context, int):
         raise ModelError("its layers do not pass keyword arguments on to the attention interface")
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return torch.ops.tieredkv.paged_attention(q, k, v, scale, layer, context)[None], None
+    sinks = options.get("s_aux")
+    return torch.ops.tieredkv.paged_attention(q, k, v, sinks, scale, layer, context)[None], None
 
 
 # NOTE: no mask function is registered. For an implementation without one transformers builds no

@@ -113,15 +113,13 @@ class FusedModel:
         Returns:
             Logits in the model's dtype, [num_kept, vocab_size].
         """
-        step = context.step
-        assert step is not None, "a forward pass ran outside of ModelRunner.launch"
         x = F.embedding(token_ids, self.embedding)  # the residual stream, added to in place
         for index, layer in enumerate(self.layers):
             q = layers.rotate_and_store(
                 layers.linear(layers.rms_norm(x, layer.input_norm, self.eps), *layer.qkv),
                 self.cos_sin,
                 positions,
-                step.slot_mapping,
+                context.slots(index),
                 context.caches[index],
                 layer.head_norms,
                 self.eps,

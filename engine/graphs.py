@@ -95,9 +95,9 @@ Graphs = Mapping[GraphKey, Graph]
 
 def find_graph(graphs: Graphs, layout: Layout) -> Graph | None:
     """Find the graph of the smallest size that holds a step, if a replay is to compute it."""
-    num_tokens, shares = layout.num_tokens, layout.shares
+    num_tokens = layout.num_tokens
     key: GraphKey
-    if shares.dense or shares.wide:
+    if layout.has_chunks:
         key = fresh_size(num_tokens), "fresh"
         if not layout.is_fresh or key not in graphs:
             key = _smallest(MIXED_SIZES + LONG_SIZES, num_tokens), "mixed"
@@ -171,7 +171,9 @@ def capture_graphs(
         lambda size, *steps: saved_s((size, "mixed"), *steps),
     )
     fresh: list[int] = []
-    for num_tokens in FRESH_STEPS if prefill_dense.is_available(buffers.heads) else ():
+    for num_tokens in (
+        FRESH_STEPS if any(kind.is_dense(FRESH_STEPS[0]) for kind in buffers.kinds) else ()
+    ):
         size = fresh_size(num_tokens)
         is_possible = num_tokens <= max_context_len and size <= most_tokens
         if not is_possible or min(saved_s((size, "fresh"), num_tokens, [0]), default=-1.0) < 0:
@@ -205,14 +207,21 @@ def capture(
     (num_tokens, kind), tables = key, buffers.tables
     num_kept = 1 if kind == "fresh" else min(num_tokens, tables.num_requests)
     buffers.fill_padding(num_tokens, num_kept)
-    wide = None if kind == "decode" else buffers.wide
-    batch, last = Batch(tables.tensor, (), (), buffers.narrow, wide), None
+    dense_len = (num_tokens - 1) // prefill_dense.STEP * prefill_dense.STEP
+    whole = [Span(tables.fresh_row, 0, dense_len, dense_len)]
+    batches: list[Batch] = []
+    for layers, plans in zip(buffers.kinds, buffers.plans, strict=True):
+        dense = whole if kind == "fresh" and layers.is_dense(dense_len) else ()
+        narrow = None if kind == "fresh" else plans.narrow
+        wide = None if kind == "decode" else plans.wide
+        batches.append(Batch(tables.tensor[layers.page], (), dense, narrow, wide))
+    last = None
     if kind == "fresh":
-        dense_len = (num_tokens - 1) // prefill_dense.STEP * prefill_dense.STEP
-        dense = [Span(tables.fresh_row, 0, dense_len, dense_len)]
-        batch = Batch(tables.tensor, (), dense, None, wide)
-        last = Batch(tables.tensor, (), (), buffers.last)
-    step = StepMetadata(buffers.slots[:num_tokens], batch, last)
+        last = [
+            Batch(tables.tensor[layers.page], (), (), plans.last)
+            for layers, plans in zip(buffers.kinds, buffers.plans, strict=True)
+        ]
+    step = StepMetadata(buffers.slots[:, :num_tokens], batches, last)
     with torch.inference_mode():
         launch(buffers, step, num_kept)
         graph = torch.cuda.CUDAGraph()

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from tieredkv.config import Dtype, Fingerprint
-from tieredkv.engine.attention import ATTENTION_NAME
+from tieredkv.engine.attention import ATTENTION_NAME, AttentionLayer, own_layers
 from tieredkv.engine.byte_tokenizer import BYTE_VOCAB_SIZE, stop_token_ids
 from tieredkv.engine.checkpoint import (
     TINY_NAME,
@@ -44,7 +44,7 @@ from tieredkv.engine.fingerprint import (
     parameters_fingerprint,
 )
 from tieredkv.engine.fused import FusedModel
-from tieredkv.engine.suitability import AttentionShape, check_config, probe_attention
+from tieredkv.engine.suitability import check_config, probe_attention
 from tieredkv.engine.tiny import init_tiny_weights
 from tieredkv.engine.weights import find_weight_files, load_weights
 from tieredkv.errors import ConfigError
@@ -65,7 +65,7 @@ class FoundModel:
     Attributes:
         name: the name that the user gave.
         config: the config as transformers read it.
-        shape: the shape of its attention layers.
+        layers: its attention layers.
         dtype: dtype of the weights and of keys and values: `float32`, `bfloat16` or `float16`.
         device: the device on which its weights lie or will lie.
         max_model_len: tokens of its longest context.
@@ -75,7 +75,7 @@ class FoundModel:
 
     name: str
     config: PreTrainedConfig
-    shape: AttentionShape
+    layers: Sequence[AttentionLayer]
     dtype: str
     device: torch.device
     max_model_len: int
@@ -96,9 +96,9 @@ class FoundModel:
 
     def kv_spec(self, block_size: int) -> KVSpec:
         """Return how this model's keys and values lie in blocks of `block_size` tokens."""
-        num_layers, _, num_kv_heads, head_dim = self.shape
-        heads = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        return KVSpec(**heads, dtype=self.dtype, block_size=block_size)
+        # NOTE: what a window hides is kept as well: the tiers know one kind of page so far.
+        layers = [layer._replace(window=None) for layer in own_layers(self.layers)]
+        return KVSpec(layers=layers, dtype=self.dtype, block_size=block_size)
 
     def find_fingerprint(
         self, *, fingerprint: Fingerprint = "full", progress: Progress = ignore_progress
@@ -153,9 +153,10 @@ class FoundModel:
         model.eval().requires_grad_(False)
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         found["device"] = next(model.parameters()).device
-        told = self.name, self.config.model_type, *self.shape, self.dtype, found["device"]
-        text = "model `%s`: %s, %d layers, %d/%d heads of %d, %s on %s, fingerprint %s"
-        logger.info(text, *told, digest.hex()[:12])
+        kinds = {f"{it[0]}/{it[1]} heads of {it[2]}{_window(it)}": None for it in self.layers}
+        told = self.name, self.config.model_type, len(self.layers), " and ".join(kinds)
+        text = "model `%s`: %s, %d layers, %s, %s on %s, fingerprint %s"
+        logger.info(text, *told, self.dtype, found["device"], digest.hex()[:12])
         return LoadedModel(
             **found,
             model=model,
@@ -211,6 +212,10 @@ class LoadedModel(FoundModel):
             yield None
 
 
+def _window(layer: AttentionLayer) -> str:
+    return "" if layer.window is None else f" in a window of {layer.window}"
+
+
 def find_model(
     name: str, *, dtype: Dtype = "auto", device: str = "auto", max_context_len: int | None = None
 ) -> FoundModel:
@@ -248,7 +253,7 @@ def find_model(
     return FoundModel(
         name=name,
         config=config,
-        shape=probe_attention(name, config, context_len),
+        layers=probe_attention(name, config, context_len),
         dtype=_resolve_dtype(dtype, config, target),
         device=target,
         max_model_len=context_len,

@@ -23,7 +23,7 @@ from tieredkv.cache.settings import CacheSettings
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
-from tieredkv.engine.attention import late_layer
+from tieredkv.engine.attention import early_bytes
 from tieredkv.engine.disk_tier import DISK, TierKind
 from tieredkv.engine.event_publisher import EventPublisher
 from tieredkv.engine.loader import FoundModel, LoadedModel, find_model
@@ -130,7 +130,7 @@ def build_parts(
         progress("profiling", 1, 1)
     pool = make_kv_pool(spec, num_blocks, device)
     max_model_len = min(model.max_model_len, num_blocks * spec.block_size)
-    runner = ModelRunner(model, pool, limits._replace(max_context_len=max_model_len))
+    runner = ModelRunner(model, pool, spec, limits._replace(max_context_len=max_model_len))
     device_blocks = pool.view(torch.uint8).view(num_blocks, spec.block_bytes)
     link = _make_link(spec, device_blocks, arena, stack, progress)
     store = None if opened is None else opened.tier
@@ -321,5 +321,4 @@ def _make_link(
         pinned = register_pinned(address, size, page_bytes=spec.page_bytes, progress=report)
         stack.callback(pinned.close)
     copier = BlockCopier(device_blocks, arena_bytes.view(-1, spec.page_bytes))
-    early_bytes = spec.block_bytes * late_layer(spec.num_layers) // spec.num_layers
-    return DeviceLink[Any](copier, early_bytes=early_bytes)
+    return DeviceLink[Any](copier, early_bytes=early_bytes(spec))

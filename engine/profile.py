@@ -68,7 +68,7 @@ def measure_peak_bytes(loaded: LoadedModel, kv_spec: KVSpec, limits: StepLimits)
     Two steps are run over a pool of one block: many requests with logits each, and one chunk at
     the end of the longest context.
     """
-    runner = ModelRunner(loaded, make_kv_pool(kv_spec, 1, loaded.device), limits)
+    runner = ModelRunner(loaded, make_kv_pool(kv_spec, 1, loaded.device), kv_spec, limits)
     max_num_seqs, most_tokens, context_len = limits
     num_rows = min(max_num_seqs, most_tokens)
     share, chunk = min(most_tokens // num_rows, context_len), min(most_tokens, context_len)
@@ -96,11 +96,14 @@ def warm_up(runner: ModelRunner, progress: Progress = ignore_progress) -> None:
     rows = [idle_row(min(2, chunk), 0), idle_row(1, 0)]
     runner.execute(rows[:max_num_seqs])
     if loaded.device.type == "cuda":
-        heads = runner.buffers.heads
-        if prefill_dense.is_available(heads):
-            shares = prefill_dense.warm_up(heads, max_query_len=chunk, max_context_len=context_len)
-            for share in shares:
-                progress("planning attention", round(100 * share), 100)
+        sinks = (it for name, it in loaded.model.named_parameters() if name.endswith("sinks"))
+        of_one_layer = next(sinks, None)
+        for heads, window, _ in runner.buffers.kinds:
+            longest = min(context_len, window or context_len)
+            if prefill_dense.is_available(heads):
+                lengths = {"max_query_len": chunk, "max_context_len": longest}
+                for share in prefill_dense.warm_up(heads, **lengths, sinks=of_one_layer):
+                    progress("planning attention", round(100 * share), 100)
         sizes = [1 << n for n in range(1, 20) if 1 << n < chunk] + [chunk]
         for size in tracked(progress, "warming up", sizes):
             runner.execute([idle_row(size, context_len - size)])
@@ -132,7 +135,8 @@ def load_kernels(runner: ModelRunner, progress: Progress) -> None:
         for index, size in enumerate(tracked(progress, "loading kernels", sizes)):
             num_kept = 1 + index % max_num_seqs
             buffers.fill_padding(size, num_kept)
-            step = StepMetadata(buffers.slots[:size], Batch(buffers.tables.tensor, ()))
+            nothing = [Batch(buffers.tables.tensor[0], ())] * len(buffers.kinds)
+            step = StepMetadata(buffers.slots[:, :size], nothing)
             runner.launch(short, buffers, step, num_kept)
 
 
@@ -197,7 +201,7 @@ def check_paging(loaded: LoadedModel, kv_spec: KVSpec) -> None:
     limits = StepLimits(
         max_num_seqs=2, max_num_batched_tokens=num_tokens, max_context_len=num_tokens
     )
-    runner = ModelRunner(loaded, pool, limits)
+    runner = ModelRunner(loaded, pool, kv_spec, limits)
     draw = np.random.default_rng(0)
     ids, other = draw.integers(0, loaded.vocab_size, (2, num_tokens)).tolist()
     table, beside = list(range(num_blocks)), list(range(num_blocks, 2 * num_blocks))

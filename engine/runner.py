@@ -14,7 +14,6 @@ from tieredkv.engine.attention import CONTEXT_ARGUMENT, AttentionContext, StepMe
 from tieredkv.engine.graphs import MIXED_SIZES, Graphs, find_graph
 from tieredkv.engine.loader import LoadedModel
 from tieredkv.engine.step_buffers import BatchRow, BlockTables, Layout, StepBuffers, StepOutput
-from tieredkv.kernels.partition import Batch, Heads
 from tieredkv.types import KVSpec
 
 SIZES_PER_OCTAVE = 128
@@ -36,13 +35,13 @@ class StepLimits(NamedTuple):
 
 
 def make_kv_pool(kv_spec: KVSpec, num_blocks: int, device: torch.device) -> Tensor:
-    """Allocate a device pool, `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`.
+    """Allocate a device pool, `[num_blocks, elements of a page]`; see `KVSpec`.
 
     On the CPU it is zeroed, which also makes the operating system hand out its pages.
     """
     make = torch.zeros if device.type == "cpu" else torch.empty
-    block = (kv_spec.num_layers, 2, kv_spec.block_size, kv_spec.num_kv_heads, kv_spec.head_dim)
-    return make(num_blocks, *block, dtype=getattr(torch, kv_spec.dtype), device=device)
+    num_elements = kv_spec.token_elements * kv_spec.block_size
+    return make(num_blocks, num_elements, dtype=getattr(torch, kv_spec.dtype), device=device)
 
 
 class ModelRunner:
@@ -54,6 +53,7 @@ class ModelRunner:
     Args:
         loaded: the model.
         kv_pool: see `make_kv_pool`.
+        kv_spec: how keys and values lie in pages.
         limits: of steps.
 
     Attributes:
@@ -62,18 +62,18 @@ class ModelRunner:
         graphs: of the steps that are replayed instead; `profile.warm_up` captures them.
     """
 
-    def __init__(self, loaded: LoadedModel, kv_pool: Tensor, limits: StepLimits) -> None:
+    def __init__(
+        self, loaded: LoadedModel, kv_pool: Tensor, kv_spec: KVSpec, limits: StepLimits
+    ) -> None:
         self.loaded, self.limits = loaded, limits
         self.graphs: Graphs = {}
-        self._context = AttentionContext(kv_pool)
+        context = self._context = AttentionContext(kv_pool, kv_spec, loaded.layers)
         max_num_seqs, max_num_batched_tokens, max_context_len = limits
-        shape, dtype = loaded.shape, getattr(torch, loaded.dtype)
-        heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype, loaded.device)
-        block_size = kv_pool.shape[3]
-        tables = BlockTables(max_num_seqs, max_context_len, block_size, loaded.device)
+        sizes = max_num_seqs, max_context_len, kv_spec.block_size
+        tables = BlockTables(*sizes, loaded.device, len(kv_spec.page_kinds))
         max_tokens = launched_size(max_num_batched_tokens + max_num_seqs)
         self.buffers = StepBuffers(
-            heads, tables, max_tokens=max_tokens, vocab_size=loaded.vocab_size
+            context.kinds, tables, max_tokens=max_tokens, vocab_size=loaded.vocab_size
         )
         self._sampled = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=loaded.device)
 
@@ -94,19 +94,14 @@ class ModelRunner:
         if late_event is not None:
             self._context.hold_late_layers(late_event)
         buffers = self.buffers
-        layout = Layout(rows, buffers.heads, self.limits.max_num_seqs)
+        layout = Layout(rows, buffers.kinds, self.limits.max_num_seqs)
         changes = buffers.tables.update(rows)
         graph = find_graph(self.graphs, layout)
         if graph is not None:
             return graph.replay(rows, layout, changes)
         num_tokens, num_kept = launched_size(layout.num_tokens), len(layout.kept)
         buffers.fill(rows, layout, changes, num_tokens=num_tokens, num_kept=num_kept)
-        shares, tables = layout.shares, buffers.tables.tensor
-        narrow = buffers.narrow if shares.narrow else None
-        wide = buffers.wide if shares.wide else None
-        batch = Batch(tables, layout.spans, shares.dense, narrow, wide)
-        last = Batch(tables, layout.last, narrow=buffers.last) if layout.last else None
-        step = StepMetadata(buffers.slots[:num_tokens], batch, last)
+        step = StepMetadata(buffers.slots[:, :num_tokens], *buffers.batches(layout))
         return self.launch(self.loaded, buffers, step, num_kept)
 
     def launch(
@@ -120,7 +115,7 @@ class ModelRunner:
             step: its tokens' slots and spans.
             num_kept: how many of its tokens' logits are wanted.
         """
-        num_tokens = len(step.slot_mapping)
+        num_tokens = step.slots.shape[1]
         buffers.tables.tensor.view(-1)[buffers.cells] = buffers.block_ids
         ids, kept = buffers.token_ids[:num_tokens], buffers.kept[:num_kept]
         tokens = torch.where(ids < 0, self._sampled[buffers.sources[:num_tokens]], ids)

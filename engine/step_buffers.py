@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tieredkv.engine.attention import AttentionKind
 from tieredkv.kernels import launch, partition, small_copies
-from tieredkv.kernels.partition import Heads, Span
+from tieredkv.kernels.partition import Batch, Span
 from tieredkv.steps import pairs
 
 
@@ -29,7 +30,10 @@ class BatchRow:
         start: position of the first of them; everything before it is in the cache.
         block_table: ids of the blocks that hold positions from 0 on, as far as the last token or
             further; `array("i")` is read fastest.
-        write_from: keys and values of positions below it are there already and are not written.
+        tail_tables: the same for each further kind of page, of which only the cells of what the
+            tokens attend to are read. A row without them writes nothing there.
+        write_from: keys and values of positions below it are in `block_table` already and are not
+            written there.
         needs_logits: give logits of the last token, and the token that they make most likely.
         all_logits: give logits of every token.
         request_index: place of the request among those that run, below `max_num_seqs`; None takes
@@ -41,6 +45,7 @@ class BatchRow:
     token_ids: Sequence[int]
     start: int
     block_table: Sequence[int]
+    tail_tables: Sequence[Sequence[int]] = ()
     write_from: int = 0
     needs_logits: bool = True
     all_logits: bool = False
@@ -86,25 +91,30 @@ class BlockTables:
     """The block tables of all running requests, on the device and pinned on the host.
 
     Attributes:
+        tensor: [num_page_kinds, num_requests + 2, max_blocks] int32 on the device.
         fresh_row: see `copy_fresh`.
         copied: the device has read what was pinned for the last step, the tables' own changes and
             the step's buffers; None off CUDA.
     """
 
     def __init__(
-        self, num_requests: int, max_context_len: int, block_size: int, device: torch.device
+        self,
+        num_requests: int,
+        max_context_len: int,
+        block_size: int,
+        device: torch.device,
+        num_page_kinds: int = 1,
     ) -> None:
         self.num_requests, self.block_size = num_requests, block_size
         self.max_blocks = max_blocks = -(-max_context_len // block_size)
-        self._host = torch.zeros(
-            num_requests, max_blocks, dtype=torch.int32, pin_memory=device.type == "cuda"
-        )
+        shape = num_page_kinds, num_requests + 2, max_blocks
+        self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._mirror = self._host.numpy()
         self._keys: list[int | None] = [None] * num_requests
         self._num_known = [0] * num_requests
         # Two more rows: the first cell of one takes the writes of a step's padding, and the other
         # one is read by captured steps that know where their only request's table lies.
-        self.tensor = torch.zeros(num_requests + 2, max_blocks, dtype=torch.int32, device=device)
+        self.tensor = torch.zeros(shape, dtype=torch.int32, device=device)
         self.spare_cell, self.fresh_row = num_requests * max_blocks, num_requests + 1
         self.copied = torch.cuda.Event() if device.type == "cuda" else None
 
@@ -124,26 +134,39 @@ class BlockTables:
         block_size = self.block_size
         for index, row in enumerate(rows):
             owner = index if row.request_index is None else row.request_index
-            table, end = row.block_table, -(-row.context_len // block_size)
-            assert len(table) >= end, f"{len(table)} blocks for {row.context_len} tokens"
-            first = 0
+            end, first = -(-row.context_len // block_size), 0
             if row.table_key is not None and self._keys[owner] == row.table_key:
                 # Between two rows of a request may lie blocks that were loaded, not computed.
                 first = min(row.start // block_size, self._num_known[owner])
             self._keys[owner], self._num_known[owner] = row.table_key, end
-            if end - first == 1:
-                cells.append(owner * self.max_blocks + first)
-                block_ids.append(table[first])
-                continue
-            self._mirror[owner, first:end] = table[first:end]
-            small_copies.copy(self._host[owner, first:end], self.tensor[owner, first:end])
+            for kind, table in enumerate((row.block_table, *row.tail_tables)):
+                assert len(table) >= end, f"{len(table)} blocks for {row.context_len} tokens"
+                if end - first == 1:
+                    cells.append((kind * len(self._host[0]) + owner) * self.max_blocks + first)
+                    block_ids.append(table[first])
+                    continue
+                self._mirror[kind, owner, first:end] = table[first:end]
+                part = self._host[kind, owner, first:end], self.tensor[kind, owner, first:end]
+                small_copies.copy(*part)
         return cells, block_ids
 
     def copy_fresh(self, span: Span) -> None:
         """Copy the table of a step's only request to `fresh_row`; `update` has left no cell out."""
         num_blocks = -(-span.context_len // self.block_size)
-        table, fresh = self.tensor[span.row], self.tensor[self.fresh_row]
-        small_copies.copy(table[:num_blocks], fresh[:num_blocks])
+        for tables in self.tensor:
+            small_copies.copy(tables[span.row, :num_blocks], tables[self.fresh_row, :num_blocks])
+
+
+class Plans(NamedTuple):
+    """Partitions of attention's work for layers of one kind, int32; see `Batch`.
+
+    Attributes:
+        last: partition of the tokens whose logits are wanted.
+    """
+
+    narrow: Tensor
+    wide: Tensor
+    last: Tensor
 
 
 class StepBuffers:
@@ -153,59 +176,75 @@ class StepBuffers:
     side is protected from the next step, which updates the block tables first.
 
     Attributes:
-        heads, tables, max_tokens: as given.
-        token_ids, positions, slots: [max_tokens] int32; slot -1 is not written.
+        kinds, tables, max_tokens: as given.
+        token_ids, positions: [max_tokens] int32.
+        slots: [num_page_kinds, max_tokens] int32; slot -1 is not written.
         sources: [max_tokens] int64; request index whose last sampled token a negative id means.
         kept: [max_tokens] int64, indices of the tokens whose logits are wanted.
         targets: [max_tokens] int64, request indices whose next token these logits give.
-        cells, block_ids: [max_rows] int64 and int32, changes of the block tables.
-        narrow, wide, last: partitions of attention's work, int32.
+        cells, block_ids: [num_page_kinds * max_rows] int64 and int32, changes of the block tables.
+        plans: for each kind of layer.
     """
 
     def __init__(
-        self, heads: Heads, tables: BlockTables, *, max_tokens: int, vocab_size: int
+        self,
+        kinds: Sequence[AttentionKind],
+        tables: BlockTables,
+        *,
+        max_tokens: int,
+        vocab_size: int,
     ) -> None:
-        self.heads, self.tables = heads, tables
+        self.kinds, self.tables = kinds, tables
         self.max_tokens, self._vocab_size = max_tokens, vocab_size
         max_rows = self._spare_index = tables.num_requests
-        narrow, wide = partition.narrow_tiling(heads), partition.wide_tiling(heads)
-        max_wide_tiles = max_tokens // wide.num_queries + max_rows
         parts = dict.fromkeys(("sources", "kept", "targets"), (torch.int64, max_tokens))
-        parts["cells"] = torch.int64, max_rows
-        parts |= dict.fromkeys(("token_ids", "positions", "slots"), (torch.int32, max_tokens))
-        parts["block_ids"] = torch.int32, max_rows
-        parts["narrow"] = parts["last"] = torch.int32, partition.size_ints(narrow, max_rows)
-        parts["wide"] = torch.int32, partition.size_ints(wide, max_wide_tiles)
+        num_page_kinds = len(tables.tensor)
+        parts["cells"] = torch.int64, max_rows * num_page_kinds
+        parts |= dict.fromkeys(("token_ids", "positions"), (torch.int32, max_tokens))
+        parts["slots"] = torch.int32, max_tokens * num_page_kinds
+        parts["block_ids"] = torch.int32, max_rows * num_page_kinds
+        for index, (heads, _, _) in enumerate(kinds):
+            narrow, wide = partition.narrow_tiling(heads), partition.wide_tiling(heads)
+            max_wide_tiles = max_tokens // wide.num_queries + max_rows
+            num_ints = partition.size_ints(narrow, max_rows)
+            parts |= dict.fromkeys((f"narrow {index}", f"last {index}"), (torch.int32, num_ints))
+            parts[f"wide {index}"] = torch.int32, partition.size_ints(wide, max_wide_tiles)
         # In words of four bytes; every part begins at a multiple of 16 bytes.
         words = [-(-dtype.itemsize * n // 16) * 4 for dtype, n in parts.values()]
-        is_cuda = heads.device.type == "cuda"
+        target = self._target = tables.tensor.device
+        is_cuda = target.type == "cuda"
         self._host = torch.zeros(sum(words), dtype=torch.int32, pin_memory=is_cuda)
-        self._device = torch.zeros(sum(words), dtype=torch.int32, device=heads.device)
+        self._device = torch.zeros(sum(words), dtype=torch.int32, device=target)
 
         def views(buffer: Tensor) -> dict[str, Tensor]:
             pieces = zip(parts.items(), buffer.split(words), strict=True)
             return {name: piece.view(dtype)[:n] for (name, (dtype, n)), piece in pieces}
 
         self._arrays = {name: view.numpy() for name, view in views(self._host).items()}
+        self._arrays["slots"] = self._arrays["slots"].reshape(num_page_kinds, max_tokens)
         device = views(self._device)
         self.token_ids, self.positions = device["token_ids"], device["positions"]
-        self.slots, self.sources = device["slots"], device["sources"]
+        self.slots = device["slots"].view(num_page_kinds, max_tokens)
+        self.sources = device["sources"]
         self.kept, self.targets = device["kept"], device["targets"]
         self.cells, self.block_ids = device["cells"], device["block_ids"]
-        self.narrow, self.wide, self.last = device["narrow"], device["wide"], device["last"]
+        self.plans = [
+            Plans(*(device[f"{name} {index}"] for name in Plans._fields))
+            for index in range(len(kinds))
+        ]
 
     def smaller(self, max_tokens: int) -> "StepBuffers":
         """Make buffers for shorter steps over the same tables: less is copied for each step."""
         max_tokens = min(max_tokens, self.max_tokens)
         return StepBuffers(
-            self.heads, self.tables, max_tokens=max_tokens, vocab_size=self._vocab_size
+            self.kinds, self.tables, max_tokens=max_tokens, vocab_size=self._vocab_size
         )
 
     def fill_padding(self, num_tokens: int, num_kept: int) -> None:
         """Write a step that has nothing but padding, after all steps before have been computed."""
-        if self.heads.device.type == "cuda":
-            torch.cuda.current_stream(self.heads.device).synchronize()
-        idle = Layout([], self.heads, self._spare_index)
+        if self._target.type == "cuda":
+            torch.cuda.current_stream(self._target).synchronize()
+        idle = Layout([], self.kinds, self._spare_index)
         self.fill([], idle, ([], []), num_tokens=num_tokens, num_kept=num_kept)
 
     def fill(
@@ -227,7 +266,7 @@ class StepBuffers:
             assert token_ids[:end].max() < self._vocab_size, "unknown token ids"
         token_ids[end:num_tokens] = 0
         arrays["positions"][end:num_tokens] = 0
-        arrays["slots"][end:num_tokens] = -1
+        arrays["slots"][:, end:num_tokens] = -1
         np.maximum(-1 - token_ids[:num_tokens], 0, out=arrays["sources"][:num_tokens])
         num_real = len(layout.kept)
         arrays["kept"][:num_real] = layout.kept
@@ -239,16 +278,41 @@ class StepBuffers:
         arrays["cells"][len(cells) :] = self.tables.spare_cell
         arrays["block_ids"][: len(cells)] = block_ids
         if self.tables.copied is not None:
-            narrow = partition.narrow_tiling(self.heads)
-            wide = partition.wide_tiling(self.heads)
-            partition.partition(layout.shares.narrow, narrow, arrays["narrow"])
-            partition.partition(layout.shares.wide, wide, arrays["wide"])
-            # A captured step with chunks may read it even if it is empty.
-            if layout.last or not rows or end > len(rows):
-                partition.partition(layout.last, narrow, arrays["last"])
+            for index, (heads, window, _) in enumerate(self.kinds):
+                shares = layout.shares[index]
+                narrow, wide = partition.narrow_tiling(heads), partition.wide_tiling(heads)
+                partition.partition(shares.narrow, narrow, arrays[f"narrow {index}"], window)
+                partition.partition(shares.wide, wide, arrays[f"wide {index}"], window)
+                # A captured step with chunks may read it even if it is empty.
+                if layout.last or not rows or end > len(rows):
+                    partition.partition(layout.last, narrow, arrays[f"last {index}"], window)
         small_copies.copy(self._host, self._device)
         if self.tables.copied is not None:
             self.tables.copied.record()
+
+    def batches(self, layout: "Layout") -> tuple[list[Batch], list[Batch] | None]:
+        """Return what attention needs for a step that was written, for each kind of layer.
+
+        Returns:
+            For all tokens, and for the last layer's, None if that needs all as well.
+        """
+        tables = self.tables.tensor
+        batches = [
+            Batch(
+                tables[kind.page],
+                layout.spans,
+                shares.dense,
+                plans.narrow if shares.narrow else None,
+                plans.wide if shares.wide else None,
+            )
+            for kind, shares, plans in zip(self.kinds, layout.shares, self.plans, strict=True)
+        ]
+        if not layout.last:
+            return batches, None
+        return batches, [
+            Batch(tables[kind.page], layout.last, narrow=plans.last)
+            for kind, plans in zip(self.kinds, self.plans, strict=True)
+        ]
 
     def _fill_tokens(self, rows: Sequence[BatchRow], layout: "Layout") -> None:
         arrays, end, block_size = self._arrays, layout.num_tokens, self.tables.block_size
@@ -257,23 +321,29 @@ class StepBuffers:
             token_ids[:end] = [row.token_ids[0] for row in rows]
             starts = [row.start for row in rows]
             positions[:end] = starts
-            blocks = [
+            slots[0, :end] = [
                 row.block_table[start // block_size] if row.write_from <= start else -1
                 for row, start in zip(rows, starts, strict=True)
             ]
-            slots[:end] = blocks
-            slots[:end] = np.where(
-                slots[:end] < 0, -1, slots[:end] * block_size + positions[:end] % block_size
-            )
+            for kind in range(1, len(slots)):
+                slots[kind, :end] = [
+                    row.tail_tables[kind - 1][start // block_size] if row.tail_tables else -1
+                    for row, start in zip(rows, starts, strict=True)
+                ]
+            at = slots[:, :end] * block_size + positions[:end] % block_size
+            slots[:, :end] = np.where(slots[:, :end] < 0, -1, at)
             return
         for row, span in zip(rows, layout.spans, strict=True):
             at = slice(span.first_token, span.first_token + span.query_len)
             position = np.arange(row.start, row.context_len, dtype=np.int32)
-            table = np.asarray(row.block_table, dtype=np.int32)
-            slot = table[position // block_size] * block_size + position % block_size
+            index, offset = position // block_size, position % block_size
             token_ids[at] = row.token_ids
             positions[at] = position
-            slots[at] = np.where(position < row.write_from, -1, slot)
+            slots[:, at] = -1
+            for kind, block_table in enumerate((row.block_table, *row.tail_tables)):
+                table = np.asarray(block_table, dtype=np.int32)
+                slots[kind, at] = table[index] * block_size + offset
+            slots[0, at] = np.where(position < row.write_from, -1, slots[0, at])
 
 
 class Layout:
@@ -283,13 +353,16 @@ class Layout:
         spans: the spans of the rows, in their order.
         kept: indices of the tokens whose logits are wanted, rows in order.
         targets: the request index of each kept token.
-        shares: the spans by the kernel that computes them.
+        shares: for each kind of layer the spans by the kernel that computes them.
+        has_chunks: whether some row has more than one token.
         is_fresh: whether the step has one row only, which begins a prompt and is attended densely.
         last: the kept tokens as spans of their own, for the last layer, where they need no others'
             queries; empty where that spares nothing.
     """
 
-    def __init__(self, rows: Sequence[BatchRow], heads: Heads, spare_index: int) -> None:
+    def __init__(
+        self, rows: Sequence[BatchRow], kinds: Sequence[AttentionKind], spare_index: int
+    ) -> None:
         self.spans: list[Span] = []
         self.kept: list[int] = []
         self.targets: list[int] = []
@@ -310,9 +383,10 @@ class Layout:
                 self.targets.append(owner)
         if len(self.last) in (0, end) or len(self.last) < len(self.kept):
             self.last = []
-        self.num_tokens, self._heads = end, heads
-        self.shares = launch.share_out(self.spans, heads)
-        is_alone = len(self.spans) == 1 and self.shares.dense
+        self.num_tokens, self._kinds = end, kinds
+        self.shares = self._share_out(may_be_dense=True)
+        self.has_chunks = end > len(self.spans)
+        is_alone = len(self.spans) == 1 and any(shares.dense for shares in self.shares)
         self.is_fresh = bool(is_alone and self.spans[0].context_len == end)
 
     @property
@@ -322,5 +396,11 @@ class Layout:
 
     def leave_dense_path(self) -> None:
         """Have the paged kernel attend all spans, as in a captured step."""
-        if self.shares.dense:
-            self.shares = launch.share_out(self.spans, self._heads, may_be_dense=False)
+        if any(shares.dense for shares in self.shares):
+            self.shares = self._share_out(may_be_dense=False)
+
+    def _share_out(self, *, may_be_dense: bool) -> list[launch.Shares]:
+        return [
+            launch.share_out(self.spans, heads, may_be_dense=may_be_dense, window=window)
+            for heads, window, _ in self._kinds
+        ]

@@ -2,46 +2,44 @@
 
 First the config is checked for fields that are known to change the result of attention. Then the
 model is built without memory, on the meta device, and run once: every layer must ask the attention
-interface for plain causal attention of one shape.
+interface for causal attention, over all tokens or those of a window.
 """
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from tieredkv.engine.attention import ATTENTION_NAME, CONTEXT_ARGUMENT, AttentionCall
+from tieredkv.engine.attention import (
+    ATTENTION_NAME,
+    CONTEXT_ARGUMENT,
+    AttentionCall,
+    AttentionLayer,
+)
 from tieredkv.engine.checkpoint import refused
 from tieredkv.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
 TESTED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-_STATIC_ROPES = frozenset({"default", "linear", "llama3", "yarn"})
+_STATIC_ROPES = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
 _PROBE_TOKENS = 3
 _HARMLESS_OPTIONS = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict"}
 )
+_SUPPORTED_OPTIONS = frozenset({"sliding_window", "s_aux"})
+"""Windows, and sinks: one number a head."""
 
 
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 
-_WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-"""The layer types that attend to part of a long context only, and the field with its size."""
-
-
-class AttentionShape(NamedTuple):
-    """The number and the sizes of a model's attention layers."""
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+_PARTIAL_LAYERS = frozenset({"sliding_attention", "chunked_attention"})
+"""The layer types that attend to part of a long context only."""
 
 
 Reasons = Iterator[tuple[object, str]]
@@ -95,16 +93,17 @@ def _config_reasons(config: PreTrainedConfig, kind: str, context_len: int) -> Re
         yield name is not None and name not in ACT2FN, what
     yield told("kv_lora_rank"), "it uses latent attention (MLA), which is not paged yet"
     kinds = set(told("layer_types") or ()) - {"full_attention"}
-    for kind_of_layer in sorted(kinds - {*_WINDOWS}):
+    for kind_of_layer in sorted(kinds - _PARTIAL_LAYERS):
         yield True, f"it has `{kind_of_layer}` layers, and only full attention is paged"
-    for kind_of_layer, field in _WINDOWS.items():
-        size = told(field)
-        # A config that does not list the types of its layers has one window for all of them.
-        is_used = size and not (field == "sliding_window" and told("use_sliding_window") is False)
-        is_used = kind_of_layer in kinds or (is_used and not told("layer_types"))
-        what = f"its attention has a window of {size} tokens (`{field}`), and windows are not paged"
-        way_out = f"with `max_model_len` = {size} it can be served"
-        yield is_used and not _is_wide(size, context_len), f"{what}; {way_out}" if size else what
+    size = told("sliding_window")
+    is_used = "sliding_attention" in kinds or not (size is None or told("layer_types"))
+    what = f"`sliding_window` = {size} in its config is not a number of tokens"
+    yield is_used and not _is_window(size), what
+    size = told("attention_chunk_size")
+    what = f"it attends to chunks of {size} tokens (`attention_chunk_size`), which is not supported"
+    is_chunked = "chunked_attention" in kinds or (size and not told("layer_types"))
+    way_out = f"; with `max_model_len` = {size} it can be served" if _is_window(size) else ""
+    yield is_chunked and not _is_wide(size, context_len), what + way_out
     size = told("attn_logit_softcapping")
     yield size, f"`attn_logit_softcapping` = {size} changes its attention, which is not supported"
     is_causal = told("is_causal") is not False and not told("use_bidirectional_attention")
@@ -118,13 +117,19 @@ def _config_reasons(config: PreTrainedConfig, kind: str, context_len: int) -> Re
         yield rope_type not in _STATIC_ROPES, what
 
 
+def _is_window(size: object) -> bool:
+    return isinstance(size, int) and size > 0
+
+
 def _is_wide(size: object, context_len: int) -> bool:
     """Whether the last token of the longest context still sees the first one."""
     return isinstance(size, int) and size >= context_len
 
 
-def probe_attention(name: str, config: PreTrainedConfig, context_len: int) -> AttentionShape:
-    """Run the model once without weights and return the shape of its attention layers.
+def probe_attention(
+    name: str, config: PreTrainedConfig, context_len: int
+) -> Sequence[AttentionLayer]:
+    """Run the model once without weights and return its attention layers.
 
     Args:
         name: the model's name.
@@ -133,7 +138,7 @@ def probe_attention(name: str, config: PreTrainedConfig, context_len: int) -> At
 
     Raises:
         ModelError: it does not go through the attention interface in every layer, or asks for
-            something other than plain causal attention of one shape.
+            something other than causal attention.
     """
     calls: list[AttentionCall] = []
     auto: Any = AutoModelForCausalLM  # untyped in transformers
@@ -153,8 +158,27 @@ def probe_attention(name: str, config: PreTrainedConfig, context_len: int) -> At
         tested = ", ".join(sorted(TESTED_MODEL_TYPES))
         fits = "model `%s` can be served, but the type `%s` is not tested; tested types are %s"
         logger.warning(fits, name, config.model_type, tested)
-    first = calls[0]
-    return AttentionShape(len(calls), first.query_shape[1], first.key_shape[1], first.key_shape[3])
+    return [_layer(call, calls, context_len) for call in calls]
+
+
+def _layer(call: AttentionCall, calls: Sequence[AttentionCall], context_len: int) -> AttentionLayer:
+    """Return what a layer is, by its call and those before it."""
+    _, num_heads, _, head_dim = call.query_shape
+    source = next(other.layer for other in calls if other.key is call.key)
+    window: Any = call.options.get("sliding_window")
+    is_wide = not window or _is_wide(window, context_len)
+    return AttentionLayer(
+        num_heads, call.key_shape[1], head_dim, source, None if is_wide else window
+    )
+
+
+def _told_window(config: PreTrainedConfig, layer: int) -> object:
+    """Return the window of a layer by the config; None if the layer has none."""
+    kinds = getattr(config, "layer_types", None)
+    # A config that does not list the types of its layers has one window for all of them.
+    is_used = kinds[layer] == "sliding_attention" if kinds else True
+    is_used = is_used and getattr(config, "use_sliding_window", None) is not False
+    return getattr(config, "sliding_window", None) if is_used else None
 
 
 def _probe_reasons(
@@ -176,13 +200,14 @@ def _probe_reasons(
         keys = f"keys {call.key_shape} and values {call.value_shape}"
         what = f"{layer} has queries {call.query_shape}, {keys}, which do not fit each other"
         yield not fits or num_heads % num_kv_heads, what
-        is_alike = asked[:2] == [calls[0].query_shape, calls[0].key_shape]
-        yield not is_alike, f"layers 0 and {call.layer} differ in their attention heads"
         yield not call.is_causal, f"the attention of {layer} is not causal"
         for option, value in call.options.items():
             is_asked = option not in _HARMLESS_OPTIONS and value is not None and value is not False
-            is_wide = option in _WINDOWS.values() and _is_wide(value, context_len)
-            what = f"{layer} uses the attention option `{option}`, which is not paged"
-            yield is_asked and not is_wide, what
+            is_wide = option == "attention_chunk_size" and _is_wide(value, context_len)
+            what = f"{layer} uses the attention option `{option}`, which is not supported"
+            yield is_asked and not is_wide and option not in _SUPPORTED_OPTIONS, what
+        window, expected = call.options.get("sliding_window"), _told_window(config, call.layer)
+        what = f"{layer} has a window of {window} tokens, and its config says {expected}"
+        yield _is_window(expected) and window != expected, what
     what = f"`{kind}` cannot compute the logits of chosen tokens only"
     yield logits != (1, 1, config.vocab_size), what

@@ -30,7 +30,7 @@ from tieredkv.cache.device_link import MIN_SPLIT_BYTES, DeviceLink, _Pending, ti
 from tieredkv.cache.requests import Admission, TieredCache
 from tieredkv.config import Settings
 from tieredkv.engine import core
-from tieredkv.engine.attention import late_layer
+from tieredkv.engine.attention import early_bytes
 from tieredkv.engine.core import EngineCore
 from tieredkv.engine.engine_messages import EngineRequest, TokenOutput
 from tieredkv.engine.graphs import MIXED_SIZES
@@ -528,12 +528,12 @@ class ModelledCore(EngineCore):
         assert settings.device_size is not None
         num_blocks = settings.device_size // spec.block_bytes
         max_model_len = min(found.max_model_len, num_blocks * spec.block_size)
-        early_share = late_layer(spec.num_layers) / spec.num_layers
-        self.device = _Device(self.machine, self.time, 1 - early_share)
+        first_bytes = early_bytes(spec)
+        self.device = _Device(self.machine, self.time, 1 - first_bytes / spec.block_bytes)
         self.disk = None
         if settings.disk_dir is not None:
             self.disk = Disk(self.device, settings.disk_size // spec.block_bytes)
-        link = _Link(self.device, spec.block_bytes, int(early_share * spec.block_bytes))
+        link = _Link(self.device, spec.block_bytes, first_bytes)
         num_pages = settings.host_size // spec.page_bytes
         device_type = self.machine.device_type
         tiers = make_tiers(settings, spec, link, self.disk, num_blocks, num_pages, device_type)

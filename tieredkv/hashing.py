@@ -114,8 +114,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
     def root(self, namespace: bytes) -> BlockHash:
         """Return the root of this model's chains in a namespace."""
-        heads = {"num_layers": 0, "num_kv_heads": 0, "head_dim": 0}  # are not part of it
-        spec = KVSpec(**heads, dtype=self.dtype, block_size=self.block_size)
+        spec = KVSpec(layers=(), dtype=self.dtype, block_size=self.block_size)
         return model_root(bytes.fromhex(self.fingerprint), spec, namespace, algo=self.hash_algo)
 
 

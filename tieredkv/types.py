@@ -4,9 +4,10 @@ Sizes are in bytes and times in wall-clock seconds since the epoch, unless a nam
 """
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NewType, TypeVar
+from typing import Literal, NamedTuple, NewType, TypeVar
 
 import msgspec
 
@@ -47,28 +48,92 @@ class Tier(enum.StrEnum):
         return repr(self.value)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVSpec:
-    """The shape of the keys and values of one model.
+class LayerKV(NamedTuple):
+    """The shape of the keys and values of one token in one layer, and who attends to them.
 
-    The device pool is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`, so that a
-    block is one contiguous byte range in every tier.
+    Attributes:
+        window: how many tokens before its own end a token attends to; None for all.
     """
 
-    num_layers: int
     num_kv_heads: int
     head_dim: int
+    window: int | None = None
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the keys and values of one token."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+
+class PageKind(NamedTuple):
+    """What one of the pages of a block holds.
+
+    Attributes:
+        window: of its layers.
+        layers: their indices in `KVSpec.layers`, in their order in the page.
+    """
+
+    window: int | None
+    layers: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVSpec:
+    """How the keys and values of one model lie in pages.
+
+    The layers that attend to all tokens have one page for each block of `block_size` tokens, which
+    sets the size of all pages; where there are none, those of the largest group with one window
+    do. Layers with a window are dealt to further pages of that size, in their order. A page is one
+    contiguous byte range in every tier. It holds layer after layer, of each layer
+    `[2, block_size, num_kv_heads, head_dim]`: its keys, then its values.
+
+    Attributes:
+        layers: the layers that have keys and values of their own.
+        dtype: of keys and values.
+        block_size: tokens a block.
+    """
+
+    layers: Sequence[LayerKV]
     dtype: str
     block_size: int
 
     @property
+    def token_elements(self) -> int:
+        """Elements of the part of a page that one token fills, if all of the page is used."""
+        sizes = Counter[int | None]()
+        for layer in self.layers:
+            sizes[layer.window] += layer.num_elements
+        return sizes[None] or max(sizes.values(), default=0)
+
+    @property
+    def page_kinds(self) -> list[PageKind]:
+        """What each of the pages of a block holds; the layers that attend to all come first."""
+        most, kinds = self.token_elements, list[PageKind]()
+        windows = {layer.window for layer in self.layers}
+        for window in sorted(windows, key=lambda it: (it is not None, it)):
+            room = 0
+            for index, layer in enumerate(self.layers):
+                if layer.window == window:
+                    if layer.num_elements > room:
+                        room = most
+                        kinds.append(PageKind(window, []))
+                    room -= layer.num_elements
+                    kinds[-1] = PageKind(window, [*kinds[-1].layers, index])
+        return kinds
+
+    def first_element(self, kind: PageKind, num_layers: int) -> int:
+        """Return how many elements the first layers of a page have."""
+        sizes = (self.layers[index].num_elements for index in kind.layers[:num_layers])
+        return self.block_size * sum(sizes)
+
+    @property
     def token_bytes(self) -> int:
-        """Bytes of keys and values of one token, all layers."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        """Bytes of keys and values of one token in a page."""
+        return self.token_elements * DTYPE_BYTES[self.dtype]
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, all layers."""
+        """Bytes of one page of a block."""
         return self.token_bytes * self.block_size
 
     @property

@@ -40,7 +40,7 @@ class Harness:
         if poison:  # a slot that was never written must never be read
             self.pool.fill_(float("nan"))
         limits = limits_of(loaded)._replace(max_num_batched_tokens=max_num_batched_tokens)
-        self.runner = ModelRunner(loaded, self.pool, limits)
+        self.runner = ModelRunner(loaded, self.pool, spec, limits)
         self._free = list(range(num_blocks))
         random.Random(5).shuffle(self._free)
 
@@ -69,9 +69,9 @@ class Harness:
 def record(calls: list[Any], function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that notes the arguments of its calls."""
 
-    def recorded(*args: Any) -> Any:
+    def recorded(*args: Any, **options: Any) -> Any:
         calls.append(args)
-        return function(*args)
+        return function(*args, **options)
 
     return recorded
 

@@ -6,6 +6,7 @@ The runner computes the same weights in chunks and single tokens over scattered 
 
 import copy
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.engine.harness import BLOCK_SIZE
 from tests.engine.logits import run_paged, run_transformers
+from tieredkv.engine.attention import own_layers
 from tieredkv.engine.byte_tokenizer import byte_tokenizer
 from tieredkv.engine.loader import find_model
 from tieredkv.engine.suitability import check_config, probe_attention
 from tieredkv.errors import ModelError
+from tieredkv.types import KVSpec
 
 CONTEXT_LEN = 128
 SMALL: dict[str, Any] = {
@@ -39,6 +43,23 @@ MULTIPLIERS = {
 }
 FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FULL = ["full_attention", "full_attention"]
+MIXED = ["sliding_attention", "full_attention"]
+GEMMA4 = {
+    "sliding_window": 16,
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "vocab_size_per_layer_input": 300,
+}
+GPT_OSS = {
+    "sliding_window": 32,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "layer_types": MIXED,
+}
 PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 SHORT_ROPE = {
     "rope_type": "yarn",
@@ -53,8 +74,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("apertus", {}),
     "arcee": ("arcee", {"attention_bias": True, "mlp_bias": True}),
     "cohere": ("cohere", {"use_qk_norm": True, "logit_scale": 0.5}),
+    "cohere2": ("cohere2", {"sliding_window": 20, "layer_types": MIXED}),
     "cohere2 in a wide window": ("cohere2", {"sliding_window": CONTEXT_LEN}),
     "ernie4_5": ("ernie4_5", {"use_bias": True}),
+    "exaone4": ("exaone4", {"sliding_window": 33, "layer_types": MIXED}),
     "exaone4 in a wide window": ("exaone4", {"sliding_window": CONTEXT_LEN}),
     "gemma": ("gemma", {"head_dim": 16}),
     "gemma2 without soft caps": (
@@ -66,6 +89,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": CONTEXT_LEN,
         },
     ),
+    "gemma3": (
+        "gemma3_text",
+        {"sliding_window": 16, "query_pre_attn_scalar": 9, "num_hidden_layers": 6},
+    ),
     "gemma3 in a wide window": (
         "gemma3_text",
         {
@@ -75,12 +102,31 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 6,
         },
     ),
+    "gemma4": ("gemma4_text", GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4 with experts": (
+        "gemma4_text",
+        GEMMA4
+        | {
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
+    "gemma4 with shared keys": (
+        "gemma4_text",
+        GEMMA4
+        | {"layer_types": MIXED * 3, "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 8},
+    ),
     "glm": ("glm", {"attention_bias": True}),
     "glm4": ("glm4", {"attention_bias": True}),
     "gpt2": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     "gpt2 unscaled": ("gpt2", {"scale_attn_weights": False}),
     "gpt_bigcode": ("gpt_bigcode", {}),
     "gpt_neox": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "gpt_oss in one window": ("gpt_oss", GPT_OSS | {"layer_types": ["sliding_attention"] * 2}),
+    "gpt_oss without windows": ("gpt_oss", GPT_OSS | {"layer_types": FULL}),
     "granite": ("granite", MULTIPLIERS),
     "granitemoe": ("granitemoe", MULTIPLIERS),
     "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}),
@@ -88,16 +134,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with half of its rope": ("llama", {"rope_parameters": PARTIAL_ROPE}),
     "llama by gelu": ("llama", {"hidden_act": "gelu", "head_dim": 24}),
     "ministral3": ("ministral3", {"rope_parameters": SHORT_ROPE, "head_dim": 16}),
+    "mistral": ("mistral", {"sliding_window": 24}),
     "mistral in a wide window": ("mistral", {"sliding_window": CONTEXT_LEN}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "nanochat": ("nanochat", {"final_logit_softcapping": 2.0}),
     "olmo": ("olmo", {"clip_qkv": 0.5}),
     "olmo2": ("olmo2", {"attention_bias": True}),
+    "olmo3": ("olmo3", {"sliding_window": 17, "layer_types": MIXED}),
     "olmo3 in a wide window": ("olmo3", {"sliding_window": CONTEXT_LEN}),
     "olmoe": ("olmoe", {"clip_qkv": 0.5, "norm_topk_prob": True}),
     "opt": ("opt", {}),
     "phi": ("phi", {"qk_layernorm": True}),
     "phi3": ("phi3", {"rope_parameters": PARTIAL_ROPE, "sliding_window": CONTEXT_LEN}),
+    "qwen2": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 1}),
     "qwen2 in a wide window": (
         "qwen2",
         {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": CONTEXT_LEN},
@@ -144,6 +193,48 @@ def test_an_accepted_family_gives_the_logits_of_transformers(name: str, tmp_path
     assert_equal_logits(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "num_page_kinds"),
+    [
+        ("gemma3", 6),
+        ("gemma4", 6),
+        ("gemma4 with shared keys", 2),
+        ("gpt_oss", 2),
+        ("gpt_oss in one window", 1),
+        ("mistral", 1),
+        ("qwen2", 2),
+    ],
+)
+def test_layers_with_a_window_may_have_pages_of_their_own_which_end_with_it(
+    name: str, num_page_kinds: int, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path, make_config(*FAMILIES[name]))
+    loaded = find_model(str(tmp_path), device="cpu").load()
+    spec = KVSpec(layers=own_layers(loaded.layers), dtype="float32", block_size=BLOCK_SIZE)
+    assert len(spec.page_kinds) == num_page_kinds
+    ids = random.Random(7).choices(range(300), k=CONTEXT_LEN)
+    torch.testing.assert_close(run_paged(loaded, ids, spec), run_paged(loaded, ids))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "gpt_oss", "mistral", "olmo3"])
+def test_a_window_that_is_off_by_one_or_a_sink_that_is_lost_would_be_seen(
+    name: str, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path, make_config(*FAMILIES[name]))
+    loaded = find_model(str(tmp_path), device="cpu").load()
+    ids = random.Random(7).choices(range(300), k=CONTEXT_LEN)
+    expected = run_paged(loaded, ids)
+    least = 1e-3 * expected.abs().max()
+    for change in (-1, 1):
+        wrong = [it._replace(window=(it.window or 1000) + change) for it in loaded.layers]
+        logits = run_paged(replace(loaded, layers=wrong), ids)
+        assert not (logits - expected).abs().max() <= least
+    for name, parameter in loaded.model.named_parameters():
+        if name.endswith("sinks"):
+            parameter.data = parameter.data.roll(1)
+            assert (run_paged(loaded, ids) - expected).abs().max() > least
+
+
 def accepted(model_type: str) -> list[PreTrainedConfig]:
     """Return the configs of a type that are accepted, among its default and some changed ones."""
     configs = []
@@ -178,8 +269,6 @@ def test_no_family_that_transformers_offers_is_accepted_and_differs(
     ("model_type", "changes"),
     [
         ("gemma2", {"attn_logit_softcapping": 5.0, "sliding_window": CONTEXT_LEN}),
-        ("gpt_oss", {"sliding_window": CONTEXT_LEN, "num_local_experts": 4}),
-        ("mistral", {"sliding_window": CONTEXT_LEN - 1}),
         ("gemma", {"use_bidirectional_attention": True}),
     ],
 )

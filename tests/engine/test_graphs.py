@@ -14,7 +14,7 @@ from tests.engine.conftest import write_checkpoint
 from tests.engine.harness import Harness, prompt, record, reference_tokens
 from tieredkv.config import Dtype
 from tieredkv.engine import graphs, profile
-from tieredkv.engine.attention import StepMetadata
+from tieredkv.engine.attention import AttentionKind, StepMetadata
 from tieredkv.engine.graphs import (
     DECODE_SIZES,
     MIXED_SIZES,
@@ -41,12 +41,12 @@ from tieredkv.kernels.partition import Heads, Span
 from tieredkv.types import ignore_progress
 
 REPLAY = Graph.replay
-HEADS = Heads(4, 2, 16, torch.float32, torch.device("cpu"))
+KINDS = [AttentionKind(Heads(4, 2, 16, torch.float32, torch.device("cpu")), None, 0)]
 
 
 def make_buffers(num_rows: int, max_tokens: int) -> StepBuffers:
-    tables = BlockTables(num_rows, 4096, 16, HEADS.device)
-    return StepBuffers(HEADS, tables, max_tokens=max_tokens, vocab_size=9)
+    tables = BlockTables(num_rows, 4096, 16, torch.device("cpu"))
+    return StepBuffers(KINDS, tables, max_tokens=max_tokens, vocab_size=9)
 
 
 class FakeGraph:
@@ -74,7 +74,7 @@ def fake_capture(key: GraphKey, buffers: StepBuffers, *args: Any) -> Graph:
 
 def found(steps: Graphs, *rows: BatchRow) -> GraphKey | None:
     """Return the tokens and kind of the graph that replays a step."""
-    graph = find_graph(steps, Layout(rows, HEADS, 4))
+    graph = find_graph(steps, Layout(rows, KINDS, 4))
     return None if graph is None else next(key for key, it in steps.items() if it is graph)
 
 
@@ -146,7 +146,7 @@ def test_a_replay_pads_the_step_and_gives_only_the_logits_that_were_asked_for(
     assert output.targets.tolist() == [7, 5, 8]
     assert output.logits.tolist() == [[7], [5], [8]]
     assert few.token_ids[:4].tolist() == [7, 5, 8, 0]
-    assert few.slots[:4].tolist() == [0, 0, 0, -1]
+    assert few.slots[:, :4].tolist() == [[0, 0, 0, -1]]
 
 
 @pytest.mark.parametrize(
@@ -166,6 +166,7 @@ def test_a_step_is_launched_once_then_captured_then_replayed_once(
     dense_len: int | None,
     has_last: bool,
 ) -> None:
+    monkeypatch.setattr(prefill_dense, "is_available", lambda _: True)
     done, buffers = list[Any](), make_buffers(4, 2304)
 
     @contextlib.contextmanager
@@ -191,15 +192,16 @@ def test_a_step_is_launched_once_then_captured_then_replayed_once(
     (step, _), *_ = done
     launched = step, num_kept
     assert done == [launched, ("memory", "thread_local"), launched, "captured", "replayed"]
-    assert step.slot_mapping.tolist() == [-1] * key[0]
-    plans = {"narrow": step.batch.narrow, "wide": step.batch.wide}
-    assert tuple(name for name, plan in plans.items() if plan is getattr(buffers, name)) == reads
+    assert step.slots.tolist() == [[-1] * key[0]]
+    (batch,), (of_kind,) = step.batches, buffers.plans
+    plans = {"narrow": batch.narrow, "wide": batch.wide}
+    assert tuple(name for name, plan in plans.items() if plan is getattr(of_kind, name)) == reads
     assert tuple(name for name, plan in plans.items() if plan is not None) == reads
     fresh_row = buffers.tables.fresh_row
-    assert step.batch.spans == ()
+    assert batch.spans == ()
     dense = [] if dense_len is None else [Span(fresh_row, 0, dense_len, dense_len)]
-    assert [*step.batch.dense] == dense
-    assert (step.last is not None and step.last.narrow is buffers.last) == has_last
+    assert [*batch.dense] == dense
+    assert (step.last is not None and step.last[0].narrow is of_kind.last) == has_last
     assert (graph.num_tokens, graph.num_kept, graph.is_fresh) == (key[0], num_kept, has_last)
     assert graph.output.tokens.tolist() == [3] * num_kept  # what was captured, not launched before
 

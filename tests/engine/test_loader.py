@@ -13,10 +13,8 @@ from transformers import AutoModelForCausalLM
 from tests.engine.harness import limits_of
 from tests.golden import refused
 from tieredkv.config import Dtype
-from tieredkv.engine.llm import LLM
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.runner import ModelRunner, make_kv_pool
-from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.errors import ConfigError, ModelError
 
@@ -27,7 +25,7 @@ def load(name: object, *, dtype: Dtype = "auto", **options: Any) -> LoadedModel:
 
 def last_logits(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
     spec = loaded.kv_spec(16)
-    runner = ModelRunner(loaded, make_kv_pool(spec, 8, loaded.device), limits_of(loaded))
+    runner = ModelRunner(loaded, make_kv_pool(spec, 8, loaded.device), spec, limits_of(loaded))
     return runner.execute([BatchRow(ids, 0, list(range(8)))]).logits
 
 
@@ -41,7 +39,7 @@ def folder(checkpoints: Any, tmp_path: Path) -> Path:
 
 def test_a_loaded_model_says_what_the_engine_must_know(checkpoints: Any) -> None:
     loaded = load(checkpoints("qwen3"))
-    assert loaded.shape == (2, 4, 2, 32)
+    assert loaded.layers == [(4, 2, 32, index, None) for index in range(2)]
     assert (loaded.vocab_size, loaded.max_model_len) == (300, 512)
     assert loaded.dtype == "float32"
     assert loaded.eos_token_ids == {7, 257}
@@ -72,21 +70,6 @@ def test_end_tokens_that_the_model_does_not_have_are_left_out(folder: Path) -> N
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [8, 32000]}))
     (folder / "generation_config.json").unlink()
     assert load(folder).eos_token_ids == {8, 257}
-
-
-def test_a_shorter_context_makes_a_model_with_a_window_fit(
-    checkpoints: Any, tmp_path: Path
-) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(checkpoints("mistral"), folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 64}))
-    with refused(ModelError):
-        find_model(str(folder), device="cpu")
-    assert find_model(str(folder), device="cpu", max_context_len=64).max_model_len == 64
-    with LLM(str(folder), device="cpu", max_model_len=64, host_size="1MiB") as llm:
-        [answer] = llm.generate([*range(10, 70)], SamplingParams(max_tokens=4, ignore_eos=True))
-    assert len(answer.token_ids) == 4
 
 
 def test_progress_is_told(folder: Path) -> None:
@@ -234,7 +217,7 @@ def test_code_beside_a_checkpoint_is_never_run(folder: Path) -> None:
 
 def test_a_random_model_takes_its_shape_from_a_config(checkpoints: Any) -> None:
     loaded = load(f"random:{checkpoints('qwen2')}/config.json")
-    assert (loaded.shape.num_layers, loaded.shape.head_dim, loaded.vocab_size) == (2, 16, 300)
+    assert (len(loaded.layers), loaded.layers[0].head_dim, loaded.vocab_size) == (2, 16, 300)
     weight = loaded.model.get_parameter("model.layers.0.mlp.up_proj.weight")
     assert weight.std().item() == pytest.approx(0.02, rel=0.1)
     assert loaded.model.get_parameter("model.norm.weight").eq(1).all()

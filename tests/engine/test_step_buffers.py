@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tieredkv.engine.attention import AttentionKind
 from tieredkv.engine.step_buffers import BatchRow, BlockTables, Layout, StepBuffers
 from tieredkv.kernels import partition, prefill_dense, small_copies
 from tieredkv.kernels.partition import Heads, Span
@@ -34,16 +35,16 @@ def test_a_step_reads_the_table_of_its_own_request_though_the_next_one_has_its_s
     monkeypatch: pytest.MonkeyPatch, num_tokens: int
 ) -> None:
     device, cpu = BusyDevice(), torch.device("cpu")
-    heads = Heads(4, 2, 16, torch.float32, cpu)
+    kinds = [AttentionKind(Heads(4, 2, 16, torch.float32, cpu), None, 0)]
     tables = BlockTables(2, 2048, 4, cpu)
-    large, small = (StepBuffers(heads, tables, max_tokens=n, vocab_size=9) for n in (640, 16))
+    large, small = (StepBuffers(kinds, tables, max_tokens=n, vocab_size=9) for n in (640, 16))
     monkeypatch.setattr(small_copies, "copy", device.copy)
     monkeypatch.setattr(tables, "copied", device, raising=False)
     # A request is cancelled while its step waits for the device; another one takes its index.
     cancelled = BatchRow([1] * 600, 0, list(range(150)), request_index=0, table_key=1)
     successor = BatchRow([2] * num_tokens, 600, list(range(500, 800)), request_index=0, table_key=2)
     for row, buffers in ((cancelled, large), (successor, small if num_tokens < 16 else large)):
-        layout, changes = Layout([row], heads, 2), tables.update([row])
+        layout, changes = Layout([row], kinds, 2), tables.update([row])
         buffers.fill([row], layout, changes, num_tokens=layout.num_tokens, num_kept=1)
     device.record()
     device.synchronize()
@@ -56,16 +57,16 @@ def test_a_step_that_leaves_the_dense_path_has_all_its_chunks_attended_by_the_pa
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prefill_dense, "is_available", lambda _: True)
-    heads = Heads(4, 2, 16, torch.float32, torch.device("cpu"))
+    kinds = [AttentionKind(Heads(4, 2, 16, torch.float32, torch.device("cpu")), None, 0)]
     rows = [BatchRow([1] * n, start, list(range(600))) for n, start in ((2112, 0), (1, 70), (9, 5))]
-    assert Layout(rows[:1], heads, 4).is_fresh
-    assert not Layout([BatchRow([1] * 2112, 16, list(range(600)))], heads, 4).is_fresh
-    layout = Layout(rows, heads, 4)
+    assert Layout(rows[:1], kinds, 4).is_fresh
+    assert not Layout([BatchRow([1] * 2112, 16, list(range(600)))], kinds, 4).is_fresh
+    layout = Layout(rows, kinds, 4)
     assert not layout.is_fresh
-    assert layout.shares.dense == [Span(0, 0, 2048, 2048)]
+    assert layout.shares[0].dense == [Span(0, 0, 2048, 2048)]
     assert layout.num_pairs == (2112**2 + 71**2 - 70**2 + 14**2 - 5**2) / 2
     layout.leave_dense_path()
-    assert layout.shares == (
+    assert layout.shares[0] == (
         [],
         [Span(1, 2112, 1, 71)],
         [Span(0, 0, 2112, 2112), Span(2, 2113, 9, 14)],
@@ -89,9 +90,9 @@ def test_the_kept_tokens_have_a_plan_wherever_a_step_may_read_it(
     last: list[Span] | None,
 ) -> None:
     device, cpu = BusyDevice(), torch.device("cpu")
-    heads = Heads(4, 2, 16, torch.float32, cpu)
+    kinds = [AttentionKind(Heads(4, 2, 16, torch.float32, cpu), None, 0)]
     tables = BlockTables(2, 2048, 4, cpu)
-    buffers = StepBuffers(heads, tables, max_tokens=640, vocab_size=9)
+    buffers = StepBuffers(kinds, tables, max_tokens=640, vocab_size=9)
     planned = []
     monkeypatch.setattr(small_copies, "copy", device.copy)
     monkeypatch.setattr(tables, "copied", device, raising=False)
@@ -100,7 +101,7 @@ def test_the_kept_tokens_have_a_plan_wherever_a_step_may_read_it(
         BatchRow([1] * n, 0, list(range(150)), needs_logits=needs)
         for n, needs in zip(num_tokens, needs_logits, strict=True)
     ]
-    layout = Layout(rows, heads, 2)
+    layout = Layout(rows, kinds, 2)
     num_kept = len(layout.kept)
     changes = tables.update(rows)
     buffers.fill(rows, layout, changes, num_tokens=layout.num_tokens, num_kept=num_kept)
@@ -112,5 +113,5 @@ def test_the_table_of_a_fresh_prompt_is_copied_to_where_captured_steps_read_it()
     row = BatchRow([1] * 1100, 0, list(range(7, 80)), request_index=1, table_key=5)
     assert tables.update([row]) == ([], [])
     tables.copy_fresh(Span(1, 0, 1100, 1100))
-    assert tables.tensor[tables.fresh_row].tolist() == [*range(7, 76), *[0] * 59]
+    assert tables.tensor[0, tables.fresh_row].tolist() == [*range(7, 76), *[0] * 59]
     assert tables.spare_cell // tables.max_blocks not in (0, 1, 2, tables.fresh_row)

@@ -24,7 +24,7 @@ def loaded() -> LoadedModel:
 
 
 def test_the_tiny_model_has_the_promised_shape(loaded: LoadedModel) -> None:
-    assert loaded.shape == (4, 8, 2, 32)
+    assert loaded.layers == [(8, 2, 32, index, None) for index in range(4)]
     assert loaded.dtype == "float32"
     assert loaded.kv_spec(16).token_bytes == 2048
     assert loaded.vocab_size <= 512
@@ -85,7 +85,7 @@ def test_the_chat_template_marks_turns(loaded: LoadedModel) -> None:
 def test_a_wrong_block_early_in_the_context_changes_the_answer(loaded: LoadedModel) -> None:
     spec = loaded.kv_spec(16)
     pool = make_kv_pool(spec, 40, loaded.device)
-    runner = ModelRunner(loaded, pool, limits_of(loaded))
+    runner = ModelRunner(loaded, pool, spec, limits_of(loaded))
     table = list(range(40))
     ids = [32 + i * 7 % 95 for i in range(480)]
 

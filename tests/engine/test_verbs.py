@@ -23,7 +23,7 @@ from tieredkv.operate.models import KnownModel
 from tieredkv.operate.ram import RamBlocks
 from tieredkv.operate.table import starts_in
 from tieredkv.storage.client.names import Names
-from tieredkv.types import KVSpec, Tier
+from tieredkv.types import KVSpec, LayerKV, Tier
 
 NUM_BLOCKS = 40
 AT_MOST = 4
@@ -53,7 +53,7 @@ class Operator:
 
     def __init__(self, rig: Rig) -> None:
         stats = cast(TierStats, SimpleNamespace(read=lambda: {"block_bytes": 64}))
-        spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=1, dtype="bfloat16", block_size=1)
+        spec = KVSpec(layers=[LayerKV(1, 1)], dtype="bfloat16", block_size=1)
         work, made = Slices(), Chains(Settings(), spec, b"\0", rig.clock)
         prompts = PromptInspections(rig.cache.operations, made, work)
         self.verbs, self._rig = Verbs(rig.cache.operations, stats, prompts, MODEL, work), rig

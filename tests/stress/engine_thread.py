@@ -63,7 +63,7 @@ from tieredkv.operate.models import KnownModel
 from tieredkv.operate.table import START_BYTES
 from tieredkv.pieces import whole
 from tieredkv.retention import RetentionPolicies
-from tieredkv.types import BlockHash, KVSpec, Progress, Tier, tracked
+from tieredkv.types import BlockHash, KVSpec, LayerKV, Progress, Tier, tracked
 
 BLOCK_BYTES = 8
 VOCAB_SIZE = 128_256
@@ -149,9 +149,7 @@ class _Host:
         known = KnownModel(
             name="", fingerprint="00", dtype="bfloat16", block_size=block_size, hash_algo="sha256"
         )
-        spec = KVSpec(
-            num_layers=1, num_kv_heads=1, head_dim=1, dtype="bfloat16", block_size=block_size
-        )
+        spec = KVSpec(layers=[LayerKV(1, 1)], dtype="bfloat16", block_size=block_size)
         stats = TierStats(
             self.cache.operations,
             self.scheduler,

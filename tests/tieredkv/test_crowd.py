@@ -18,13 +18,13 @@ from tieredkv.bench.returns import Capacity, capacity, compared
 from tieredkv.bench.sessions import Shape, replay, sessions_of, write_script
 from tieredkv.errors import ConfigError
 from tieredkv.traces import Request, Trace
-from tieredkv.types import KVSpec, Tier, ignore_progress
+from tieredkv.types import KVSpec, LayerKV, Tier, ignore_progress
 
 SHAPE = Shape(turns=15, scale=10, trace=None)
 RETURNS = returns.Shape(
     sessions=8, shortest=200, longest=600, new_tokens=5, answers=2000, answer_tokens=3, seed=7
 )
-SPEC = KVSpec(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", block_size=16)
+SPEC = KVSpec(layers=[LayerKV(1, 8)], dtype="float32", block_size=16)
 
 
 def test_a_session_is_the_same_in_each_process_and_differs_from_the_others() -> None:

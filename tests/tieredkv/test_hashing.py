@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.golden import refused
 from tieredkv.errors import RequestError
 from tieredkv.hashing import chain_hashes, model_root, namespace_digest
-from tieredkv.types import BlockHash, HashAlgo, KVSpec
+from tieredkv.types import BlockHash, HashAlgo, KVSpec, LayerKV
 
 ALGOS: list[HashAlgo] = ["sha256", "xxh3_128"]
 PLAIN: dict[HashAlgo, Callable[[bytes], bytes]] = {
@@ -45,13 +45,7 @@ def make_root(namespace: bytes = b"\x02" * 32) -> Root:
 
 
 def root_of(root: Root, algo: HashAlgo = "sha256") -> BlockHash:
-    spec = KVSpec(
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=1,
-        dtype=root["kv_dtype"],
-        block_size=root["block_size"],
-    )
+    spec = KVSpec(layers=[LayerKV(1, 1)], dtype=root["kv_dtype"], block_size=root["block_size"])
     given = root["fingerprint"], spec, root["namespace"]
     return model_root(*given, layout=root["layout"], algo=algo)
 
@@ -137,8 +131,7 @@ def test_hashes_are_equal_in_a_process_with_another_hash_seed() -> None:
         "from tieredkv.hashing import *\n"
         "for algo in ('sha256', 'xxh3_128'):\n"
         "    ns = namespace_digest('t', 's', 'k', algo=algo)\n"
-        "    root = model_root(b'f', KVSpec(num_layers=1, num_kv_heads=1, head_dim=1, dtype='d',\n"
-        "                      block_size=16), ns, algo=algo)\n"
+        "    root = model_root(b'f', KVSpec(layers=(), dtype='d', block_size=16), ns, algo=algo)\n"
         "    print(chain_hashes(root, range(64), 16, algo=algo)[-1].hex())"
     )
     outputs = {
@@ -153,7 +146,7 @@ def test_hashes_are_equal_in_a_process_with_another_hash_seed() -> None:
     }
     expected = ""
     for algo in ALGOS:
-        spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=1, dtype="d", block_size=16)
+        spec = KVSpec(layers=[LayerKV(1, 1)], dtype="d", block_size=16)
         root = model_root(b"f", spec, namespace_digest("t", "s", "k", algo=algo), algo=algo)
         expected += chain_hashes(root, range(64), 16, algo=algo)[-1].hex()
         expected += "\n"

@@ -12,7 +12,7 @@ from tests.golden import told
 from tieredkv.bench import raw, sources
 from tieredkv.bench.sources import DiskShare, WorkerReads
 from tieredkv.engine.core import EngineCore
-from tieredkv.types import KVSpec, Tier
+from tieredkv.types import KVSpec, LayerKV, Tier
 
 NOTHING = dict.fromkeys(Tier, 0)
 
@@ -94,7 +94,7 @@ def test_the_run_with_the_fewest_bytes_counts() -> None:
 def test_the_disk_gives_about_the_bytes_that_are_loaded(
     share: float | None, may_exceed: bool, is_right: bool
 ) -> None:
-    spec = KVSpec(num_layers=4, num_kv_heads=2, head_dim=32, dtype="float32", block_size=16)
+    spec = KVSpec(layers=[LayerKV(2, 32)] * 4, dtype="float32", block_size=16)
     expected = DiskShare.expected({"disk_compression": "off"}, spec)
     assert expected == (0.95, 1.2)
     problem = expected.problem("bypassed", share, may_exceed=may_exceed)
@@ -106,7 +106,7 @@ def test_the_disk_gives_about_the_bytes_that_are_loaded(
 
 
 def test_compressed_blocks_give_fewer_bytes_and_small_ones_more() -> None:
-    small = KVSpec(num_layers=4, num_kv_heads=2, head_dim=32, dtype="float32", block_size=4)
+    small = KVSpec(layers=[LayerKV(2, 32)] * 4, dtype="float32", block_size=4)
     uncompressed = DiskShare.expected({}, small)
     assert uncompressed.least == 0.95
     assert uncompressed.most == pytest.approx(1.05 * 12 / 8)

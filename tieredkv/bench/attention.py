@@ -78,7 +78,7 @@ class _Paged:
     """Tensors of a case: the pool, the queries, and batches over several sets of blocks."""
 
     def __init__(self, lens: list[tuple[int, int]], model: FoundModel, block_size: int) -> None:
-        layers, num_heads, kv_heads, head_dim = model.shape
+        layers, (num_heads, kv_heads, head_dim, *_) = len(model.layers), model.layers[0]
         dtype, device = getattr(torch, model.dtype), torch.device(raw.device())
         self.query_lens, self.context_lens = zip(*lens, strict=True)
         self.is_decode, room, cache = max(self.query_lens) == 1, 256 << 20, 8 << 20

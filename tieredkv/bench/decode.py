@@ -19,12 +19,13 @@ import numpy as np
 
 from tieredkv.bench import raw
 from tieredkv.config import Settings
+from tieredkv.engine.attention import AttentionLayer
 from tieredkv.engine.core import EngineCore
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.loader import find_model
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, TieredKVError
-from tieredkv.types import Progress, tracked
+from tieredkv.types import DTYPE_BYTES, Progress, tracked
 
 MIN_HOST_BLOCKS = 64
 
@@ -139,6 +140,12 @@ def begin(settings: Row) -> Row:
     return {"model": found.name, "dtype": found.dtype, "raw": limits, "rows": [], "problems": []}
 
 
+def _num_pairs(layer: AttentionLayer, num_tokens: int) -> int:
+    """Return how many pairs of a token and one that it attends to a prompt has."""
+    seen = layer.num_seen(num_tokens)
+    return seen * (seen + 1) // 2 + (num_tokens - seen) * seen
+
+
 class Bench:
     """Runs workloads on one engine, records when each token comes, and fills the report."""
 
@@ -166,11 +173,14 @@ class Bench:
         ids = [self.submit(prompt, made, retention) for prompt in prompts]
         self.run()
         wall_s = max(self.times[name][-1] for name in ids) - start
-        shape, spec, limits = self.core.model.shape, self.core.kv_spec, self.report["raw"]
-        flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim * given * (given + 1) // 2
+        layers, limits = self.core.model.layers, self.report["raw"]
+        flops = sum(4 * it.num_heads * it.head_dim * _num_pairs(it, given) for it in layers)
         flops += 2 * self.weights.per_token * given
         read = self.weights.read_by(requests) * self.element_bytes
-        read += requests * (given + made / 2) * spec.token_bytes
+        seen = sum(
+            2 * it.num_kv_heads * it.head_dim * it.num_seen(given + made // 2) for it in layers
+        )
+        read += requests * seen * DTYPE_BYTES[self.core.kv_spec.dtype]
         gaps_ms = [1e3 * gap for name in ids for gap in np.diff(self.times[name])]
         gaps = raw.percentiles_ms("itl", gaps_ms, (50, 99))
         limit_ms = read / limits["copy_GBps"] / 1e6
