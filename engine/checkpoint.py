@@ -37,8 +37,6 @@ _CONFIG_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _ADAPTER_FILE = "adapter_config.json"
-_QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Files that some tools write beside quantized weights, instead of a field in config.json."""
 
 
 class _Config(msgspec.Struct):
@@ -144,7 +142,7 @@ def _drawn_sizes(name: str, file: Path) -> tuple[int, int]:
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         sizes = msgspec.json.decode(file.read_bytes(), type=_Sizes)
         return sizes.vocab_size, sizes.max_position_embeddings
-    config = read_config(name, file)
+    config = read_config(name, file).get_text_config()
     return config.vocab_size, max_model_len(config)
 
 
@@ -169,10 +167,10 @@ def read_config(name: str, path: Path) -> "PreTrainedConfig":
 
 
 def check_folder(name: str, folder: Path) -> None:
-    """Refuse a checkpoint with files that change what its weights mean.
+    """Refuse a checkpoint with an adapter, which would change what its weights mean.
 
     Raises:
-        ModelError: there is an adapter, or the weights are quantized.
+        ModelError: there is one.
     """
     if (adapter := folder / _ADAPTER_FILE).is_file():
         what = f"an adapter lies beside it (`{adapter}`), and adapters are not applied"
@@ -180,10 +178,6 @@ def check_folder(name: str, folder: Path) -> None:
             what = f"`{folder}` holds an adapter without its model"
         way_out = "merge it into the weights first, with `merge_and_unload` of peft for example"
         raise refused(name, f"{what}; {way_out}")
-    for file in _QUANTIZATION_FILES:
-        if (folder / file).is_file():
-            where = f"`{folder / file}` lies beside them"
-            raise refused(name, f"its weights are quantized, which is not supported yet: {where}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ of requests, batches or blocks.
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -44,9 +43,11 @@ from tieredkv.engine.fingerprint import (
     parameters_fingerprint,
 )
 from tieredkv.engine.fused import FusedModel
+from tieredkv.engine.quantized import check_quantization_files, find_quantization
 from tieredkv.engine.suitability import check_config, probe_attention
+from tieredkv.engine.text_model import text_config
 from tieredkv.engine.tiny import init_tiny_weights
-from tieredkv.engine.weights import find_weight_files, load_weights
+from tieredkv.engine.weights import check_weights, find_weight_files, load_weights
 from tieredkv.errors import ConfigError
 from tieredkv.types import DTYPE_BYTES, KVSpec, Progress, ignore_progress
 
@@ -64,7 +65,8 @@ class FoundModel:
 
     Attributes:
         name: the name that the user gave.
-        config: the config as transformers read it.
+        config: that of the text model, which says nothing of quantization.
+        whole_config: the config as transformers read it.
         layers: its attention layers.
         dtype: dtype of the weights and of keys and values: `float32`, `bfloat16` or `float16`.
         device: the device on which its weights lie or will lie.
@@ -75,6 +77,7 @@ class FoundModel:
 
     name: str
     config: PreTrainedConfig
+    whole_config: PreTrainedConfig
     layers: Sequence[AttentionLayer]
     dtype: str
     device: torch.device
@@ -100,6 +103,16 @@ class FoundModel:
         layers = [layer._replace(window=None) for layer in own_layers(self.layers)]
         return KVSpec(layers=layers, dtype=self.dtype, block_size=block_size)
 
+    @property
+    def _identity(self) -> dict[str, Any]:
+        """What identifies the model beside its weights.
+
+        Dequantised weights are computed in the model's dtype, and others by the checkpoint's own.
+        """
+        table = self.whole_config.to_dict()
+        is_quantized = find_quantization(self.name, self.whole_config) is not None
+        return table | ({"arithmetic": self.dtype} if is_quantized else {})
+
     def find_fingerprint(
         self, *, fingerprint: Fingerprint = "full", progress: Progress = ignore_progress
     ) -> bytes:
@@ -110,7 +123,7 @@ class FoundModel:
         Raises:
             ModelError: the weights cannot be read.
         """
-        table, folder = self.config.to_dict(), self.folder
+        table, folder = self._identity, self.folder
         if folder is None:
             return parameters_fingerprint(table, _draw_weights(self))
         files, cache = find_weight_files(self.name, folder), CACHE_DIR.expanduser()
@@ -129,7 +142,7 @@ class FoundModel:
             ModelError: the weights or the tokenizer cannot be read, or the weights do not fit the
                 config.
         """
-        table, folder = self.config.to_dict(), self.folder
+        table, folder = self._identity, self.folder
         tokenizer = load_tokenizer(str(folder or self.name))
         if folder is None:
             progress("drawing weights", 0, 1)
@@ -141,7 +154,7 @@ class FoundModel:
             states = [*map(file_state, files)]
             progress("loading weights", 0, 1)
             how = {"dtype": getattr(torch, self.dtype), "device": self.device}
-            model = load_weights(self.name, self.config, files, **how)
+            model = load_weights(self.name, self.config, files, whole=self.whole_config, **how)
             progress("loading weights", 1, 1)
             digest = files_fingerprint(
                 table, files, mode=fingerprint, cache_dir=cache, progress=progress
@@ -149,7 +162,7 @@ class FoundModel:
             if [*map(file_state, files)] != states:
                 what = "its weight files changed while they were loaded; load it again"
                 raise refused(self.name, what)
-            ends = _eos_token_ids(self.config, self.generation, tokenizer)
+            ends = _eos_token_ids(self.config, self.whole_config, self.generation, tokenizer)
         model.eval().requires_grad_(False)
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         found["device"] = next(model.parameters()).device
@@ -228,24 +241,33 @@ def find_model(
             bfloat16 if it names none.
         device: `cpu`, `cuda`, or `auto`: CUDA where there is one.
         max_context_len: the longest context that will be served; None for the longest that the
-            model was made for, which is the bound in any case.
+            model was made for, which is the bound.
 
     Raises:
         ModelError: the model cannot be found, read or served.
-        ConfigError: `device` is `cuda` and there is no GPU.
+        ConfigError: `device` is `cuda` and there is no GPU, or the context is longer than the
+            model's.
     """
     target = _resolve_device(device)
-    config, folder, generation = drawn_config(name), None, GenerationConfig()
-    if config is None:
+    whole, folder, generation = drawn_config(name), None, GenerationConfig()
+    if whole is None:
         folder = find_folder(name)
         check_folder(name, folder)
-        config = read_config(name, folder)
+        whole = read_config(name, folder)
         generation = read_generation_config(name, folder)
-    context_len = min(max_model_len(config), max_context_len or sys.maxsize)
+    if find_quantization(name, whole) is None and folder is not None:
+        check_quantization_files(name, folder)
+    config = text_config(name, whole)
+    longest = max_model_len(config)
+    if max_context_len is not None and max_context_len > longest:
+        raise _too_long(name, max_context_len, longest)
+    context_len = max_context_len or longest
     check_config(name, config, context_len)
+    number = _resolve_dtype(dtype, whole, config, target)
     if folder is not None:
         folder = find_folder(name, ["*.safetensors"])
-        find_weight_files(name, folder)
+        files = find_weight_files(name, folder)
+        check_weights(name, config, files, whole=whole, dtype=getattr(torch, number))
     elif config.vocab_size < BYTE_VOCAB_SIZE:
         needed = f"the {BYTE_VOCAB_SIZE} tokens of the byte-level tokenizer"
         what = f"its vocabulary of {config.vocab_size} tokens is too small for {needed}"
@@ -253,13 +275,19 @@ def find_model(
     return FoundModel(
         name=name,
         config=config,
+        whole_config=whole,
         layers=probe_attention(name, config, context_len),
-        dtype=_resolve_dtype(dtype, config, target),
+        dtype=number,
         device=target,
         max_model_len=context_len,
         folder=folder,
         generation=generation,
     )
+
+
+def _too_long(name: str, asked: int, longest: int) -> ConfigError:
+    what = f"`max_model_len` = {asked} is more than the {longest} positions of model `{name}`"
+    return ConfigError(f"{what} (`max_position_embeddings` in config.json); give {longest} or less")
 
 
 def _resolve_device(device: str) -> torch.device:
@@ -269,12 +297,15 @@ def _resolve_device(device: str) -> torch.device:
     return torch.device("cuda" if has_cuda and device != "cpu" else "cpu")
 
 
-def _resolve_dtype(dtype: Dtype, config: PreTrainedConfig, device: torch.device) -> str:
+def _resolve_dtype(
+    dtype: Dtype, whole: PreTrainedConfig, config: PreTrainedConfig, device: torch.device
+) -> str:
     if dtype != "auto":
         return dtype
     if device.type == "cpu":
         return "float32"
-    stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    told = getattr(whole, "dtype", None) or getattr(config, "dtype", None)
+    stored = str(told).removeprefix("torch.")
     return stored if stored in DTYPE_BYTES else "bfloat16"
 
 

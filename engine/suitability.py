@@ -79,11 +79,6 @@ def _config_reasons(config: PreTrainedConfig, kind: str, context_len: int) -> Re
     yield told("is_encoder_decoder"), what
     is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     yield not is_known, f"transformers has no causal language model of type `{kind}`"
-    what = f"`{kind}` is a multimodal model, and only text models are supported"
-    yield config.get_text_config() is not config, what
-    for field in ("quantization_config", "compression_config"):
-        what = f"its weights are quantized, which is not supported yet: config.json has `{field}`"
-        yield told(field), what
     files = told("transformers_weights")
     yield files, f"`transformers_weights` = {files} in config.json is not supported"
     for field in _ACTIVATIONS:
@@ -92,6 +87,8 @@ def _config_reasons(config: PreTrainedConfig, kind: str, context_len: int) -> Re
         what = f"transformers has no activation `{name}` (`{field}`); it has {known} and others"
         yield name is not None and name not in ACT2FN, what
     yield told("kv_lora_rank"), "it uses latent attention (MLA), which is not paged yet"
+    what = f"config.json does not tell the types of its layers (`layer_types`), as `{kind}` must"
+    yield hasattr(config, "layer_types") and told("layer_types") is None, what
     kinds = set(told("layer_types") or ()) - {"full_attention"}
     for kind_of_layer in sorted(kinds - _PARTIAL_LAYERS):
         yield True, f"it has `{kind_of_layer}` layers, and only full attention is paged"
@@ -106,7 +103,8 @@ def _config_reasons(config: PreTrainedConfig, kind: str, context_len: int) -> Re
     yield is_chunked and not _is_wide(size, context_len), what + way_out
     size = told("attn_logit_softcapping")
     yield size, f"`attn_logit_softcapping` = {size} changes its attention, which is not supported"
-    is_causal = told("is_causal") is not False and not told("use_bidirectional_attention")
+    is_causal = told("use_bidirectional_attention") in (None, False, "vision")  # text is causal
+    is_causal = is_causal and told("is_causal") is not False
     yield not is_causal, "its attention is not causal, and only causal attention is supported"
     rope = told("rope_parameters")
     ropes = [rope, *rope.values()] if isinstance(rope, Mapping) else []

@@ -9,12 +9,14 @@ give an answer that is not the model's. It knows nothing of devices' caches or o
 import contextlib
 import copy
 import itertools
+import logging
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -24,15 +26,21 @@ from transformers.utils import logging as transformers_logging
 
 from tieredkv.engine.attention import ATTENTION_NAME
 from tieredkv.engine.checkpoint import reason_of, refused, refusing
+from tieredkv.engine.quantized import Tensors, dequantised, find_quantization
 from tieredkv.engine.suitability import Reasons, check_reasons
+from tieredkv.engine.text_model import ignored_names, is_multimodal, split_tensors
+
+logger = logging.getLogger(__name__)
 
 _AUTO_MODEL: Any = AutoModelForCausalLM  # untyped in transformers
 _NUM_NAMES_TOLD = 3
 _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 """Of the tensors in a safetensors file; narrower ones mean nothing without their scales."""
 
-_ALWAYS_IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""Tensors of old checkpoints that transformers computes itself, in every model class."""
+_OF_IMAGES = re.compile("vision|visual|audio|multi_modal")
+"""In names of tensors that read what is no text."""
+
+_LAYER = re.compile(r"([^0-9]+)\.([0-9]+)\.")
 
 
 class _Index(msgspec.Struct):
@@ -63,30 +71,64 @@ def find_weight_files(name: str, folder: Path) -> list[Path]:
     return [folder / shard for shard in shards]
 
 
+def check_weights(
+    name: str,
+    config: PreTrainedConfig,
+    files: Sequence[Path],
+    *,
+    whole: PreTrainedConfig,
+    dtype: torch.dtype,
+) -> None:
+    """Refuse weight files that cannot be those of a model, by what their headers say.
+
+    Args:
+        name: the model's name.
+        config: that of the model, which is a text model.
+        files: the weight files.
+        whole: the config that lies beside them.
+        dtype: of the model.
+
+    Raises:
+        ModelError: a file cannot be read, or a tensor is not one of the model.
+    """
+    with contextlib.ExitStack() as stack:
+        _open_checkpoint(name, config, files, whole, dtype, stack)
+
+
 def load_weights(
     name: str,
     config: PreTrainedConfig,
     files: Sequence[Path],
     *,
+    whole: PreTrainedConfig,
     dtype: torch.dtype,
     device: torch.device,
 ) -> PreTrainedModel:
     """Make the model that a config describes and weight files hold, on its device.
 
+    Args:
+        name: as in `check_weights`, and so are the others.
+        config: as well.
+        files: as well.
+        whole: as well.
+        dtype: as well.
+        device: where the weights will lie.
+
     Raises:
         ModelError: the files cannot be read, or do not hold exactly the tensors of the model, or
             some values are not finite.
     """
-    with torch.device("meta"):
-        empty = _AUTO_MODEL.from_config(copy.deepcopy(config), attn_implementation=ATTENTION_NAME)
     with contextlib.ExitStack() as stack:
-        tensors = _open_tensors(name, files, stack)
+        opened = _open_checkpoint(name, config, files, whole, dtype, stack)
+        empty, tensors = opened.empty, opened.tensors
+        for text in opened.told:
+            logger.info("model `%s`: %s", name, text)
         options = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}
         stack.enter_context(_quiet_transformers())
         with refusing(name, "its weights do not fit its config", _merge_reason):
             model, info = type(empty).from_pretrained(
                 None,  # no folder: nothing is read but these tensors
-                config=config,
+                config=opened.config,
                 state_dict=tensors,
                 ignore_mismatched_sizes=True,  # which are refused below, in our own words
                 output_loading_info=True,
@@ -105,13 +147,70 @@ def load_weights(
     return loaded
 
 
-def _open_tensors(name: str, files: Sequence[Path], stack: contextlib.ExitStack) -> dict[str, Any]:
+class _Opened(NamedTuple):
+    """A checkpoint of which only the headers of its files were read.
+
+    Attributes:
+        config: that of the model to make.
+        empty: the model on the meta device.
+        tensors: those that it is made from, by names that transformers knows for it.
+        told: what operators should know of the other tensors.
+    """
+
+    config: PreTrainedConfig
+    empty: Any
+    tensors: Tensors
+    told: list[str]
+
+
+def _open_checkpoint(
+    name: str,
+    config: PreTrainedConfig,
+    files: Sequence[Path],
+    whole: PreTrainedConfig,
+    dtype: torch.dtype,
+    stack: contextlib.ExitStack,
+) -> _Opened:
+    """Find the tensors of a model in weight files, and check their names and shapes.
+
+    Nothing is allocated, and no weight is read. The tensors can be read until the stack is closed.
+    """
+    config, quantization = copy.deepcopy(config), find_quantization(name, whole)
+    empty, tensors = _empty_model(config), _open_tensors(name, files, stack)
+    told: list[str] = []
+    unused: list[str] = []
+    if is_part := is_multimodal(whole):
+        tensors, unused, config.tie_word_embeddings = split_tensors(name, whole, empty, tensors)
+        empty = _empty_model(config)
+    if quantization is not None:
+        found = dequantised(name, tensors, quantization, dtype)
+        tensors, kind = found.tensors, str(dtype).removeprefix("torch.")
+        told.append(f"{found.num_weights} {quantization.method} weights are dequantised to {kind}")
+        if found.unused:
+            ends = Counter(key.rpartition(".")[2] for key in found.unused)
+            told.append(f"static scales are not used: {_counted(ends)}")
+    state, ignored = empty.state_dict(), ignored_names(empty)
+    others = [key for key in tensors if key not in state and ignored.search(key)]
+    if unused or others:
+        told.append(f"some tensors are not used: {_counted(_groups([*unused, *others], state))}")
+    used = {key: tensor for key, tensor in tensors.items() if key not in {*others}}
+    check_reasons(name, _header_reasons(config.model_type, is_part, state, used))
+    return _Opened(config, empty, used, told)
+
+
+def _empty_model(config: PreTrainedConfig) -> Any:
+    """Build a model on the meta device."""
+    with torch.device("meta"):
+        return _AUTO_MODEL.from_config(copy.deepcopy(config), attn_implementation=ATTENTION_NAME)
+
+
+def _open_tensors(name: str, files: Sequence[Path], stack: contextlib.ExitStack) -> Tensors:
     """Find all tensors of weight files, none of which is read yet.
 
     Returns:
         Slices of safetensors by name, usable until the stack is closed.
     """
-    tensors: dict[str, Any] = {}
+    tensors: Tensors = {}
     for path in files:
         with refusing(name, f"`{path}` cannot be read", partial(_file_reason, path)):
             file = stack.enter_context(safe_open(path, framework="pt"))
@@ -136,22 +235,66 @@ def _file_reason(path: Path, error: Exception) -> str | None:
     return f"it was cut short, or it is not a safetensors file ({error})"
 
 
-def _tensor_reasons(
-    model: Any, tensors: dict[str, Any], info: dict[str, Any], untied: Sequence[str]
-) -> Reasons:
-    """Say where the tensors of the files and those of the model differ."""
-    state, tied = model.state_dict(), model.all_tied_weights_keys
-    patterns = (*(model._keys_to_ignore_on_load_unexpected or ()), *_ALWAYS_IGNORED)
-    ignored = re.compile("|".join(f"({pattern})" for pattern in patterns))
-    used = [key for key in tensors if key in state or not ignored.search(key)]
+def _header_reasons(kind: str, is_part: bool, state: dict[str, Any], tensors: Tensors) -> Reasons:
+    """Say why tensors cannot be those of a model, as far as their names and shapes tell.
+
+    Args:
+        kind: the model's type.
+        is_part: whether it is a part of a multimodal one.
+        state: its tensors, on the meta device.
+        tensors: those of the files. transformers may know them by other names than in `state`.
+    """
+    groups = _groups(tensors, state)
+    if not is_part and (beside := [key for key in groups if _OF_IMAGES.search(key)]):
+        what = f"its weight files hold more than text ({_counted({k: groups[k] for k in beside})})"
+        way_out = "take the config.json of the multimodal checkpoint"
+        yield True, f"{what}, but config.json describes a text model (`{kind}`); {way_out}"
 
     def is_narrow(key: str) -> bool:
         is_number = key in state and not state[key].is_floating_point()
         return tensors[key].get_dtype() not in _FLOAT_DTYPES and not is_number
 
-    if narrow := list(filter(is_narrow, used)):
+    if narrow := list(filter(is_narrow, tensors)):
         what = f"{_named(narrow)} {_are(narrow)} stored as {tensors[narrow[0]].get_dtype()}"
-        yield True, f"its weights are quantized, which is not supported yet: {what}"
+        yield True, f"{what}, and config.json does not say by which scales to read that"
+    expected, stored = _num_layers(state), _num_layers(tensors)
+    for place in expected:
+        what = f"config.json says {expected[place]} layers (`{place}`)"
+        differs = stored.get(place, expected[place]) != expected[place]
+        held = f"but its weight files hold {stored.get(place)}"
+        yield differs, f"its weights do not fit its config: {what}, {held}"
+    for key in sorted({*tensors} & {*state}):
+        has, wants = tuple(tensors[key].get_shape()), tuple(state[key].shape)
+        what = f"tensor `{key}` has the shape {has}, but config.json says {wants}"
+        yield has != wants, f"its weights do not fit its config: {what}"
+
+
+def _num_layers(keys: Iterable[str]) -> dict[str, int]:
+    """Count the layers, by the place of their list in the model."""
+    layers = {match.groups() for key in keys if (match := _LAYER.match(key))}
+    return Counter(place for place, _ in layers)
+
+
+def _groups(keys: Iterable[str], state: Iterable[str]) -> Counter[str]:
+    """Count tensors by the largest part of the whole that they are in and the model is not."""
+    own = {start for key in state for start in _starts(key)}
+    return Counter(next((it for it in _starts(key) if it not in own), key) for key in keys)
+
+
+def _starts(key: str) -> Iterator[str]:
+    """Give all paths on the way to a tensor, the shortest one first."""
+    return itertools.accumulate(key.split("."), "{}.{}".format)
+
+
+def _counted(groups: Mapping[str, int]) -> str:
+    return ", ".join(f"`{group}` ({count})" for group, count in groups.items())
+
+
+def _tensor_reasons(
+    model: Any, tensors: Tensors, info: dict[str, Any], untied: Sequence[str]
+) -> Reasons:
+    """Say where the tensors of the files and those of the model differ."""
+    state, tied = model.state_dict(), model.all_tied_weights_keys
     if extra := sorted(info["unexpected_keys"]):
         what = f"the model that config.json describes does not use {_named(extra)}"
         yield True, f"its weights do not fit its config: {what}"
@@ -165,9 +308,9 @@ def _tensor_reasons(
     yield untied, f"its weights do not fit its config: {_named(untied)} {_are(untied)} {what}"
     # Of two tensors whose names transformers takes for the same parameter it drops one.
     num_expected = sum(state[key].numel() for key in state if key not in tied)
-    num_stored = sum(math.prod(tensors[key].get_shape()) for key in used)
+    num_stored = sum(math.prod(tensors[key].get_shape()) for key in tensors)
     num_copied = sum(state[key].numel() for key in tensors if key in tied)
-    others = sorted({*used} - {*state})
+    others = sorted({*tensors} - {*state})
     what = f"{num_stored} values are stored, but {num_expected} are used"
     what += f"; the model knows {_named(others)} by other names" if others else ""
     is_whole = num_stored - num_expected in (0, num_copied)

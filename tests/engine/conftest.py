@@ -72,7 +72,7 @@ def write_checkpoint(folder: Path, family: str, **changes: Any) -> None:
             "eos_token_id": 7,
             "dtype": "float32",
         }
-        | FAMILIES[family]
+        | FAMILIES.get(family, {})
         | changes,
     )
     with torch.random.fork_rng():

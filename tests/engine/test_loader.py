@@ -72,6 +72,12 @@ def test_end_tokens_that_the_model_does_not_have_are_left_out(folder: Path) -> N
     assert load(folder).eos_token_ids == {8, 257}
 
 
+def test_a_context_beyond_the_positions_of_the_model_is_refused(folder: Path) -> None:
+    assert find_model(str(folder), device="cpu", max_context_len=512).max_model_len == 512
+    with refused(ConfigError, hide={str(folder): "FOLDER"}):
+        find_model(str(folder), device="cpu", max_context_len=513)
+
+
 def test_progress_is_told(folder: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     load(folder, progress=lambda *report: seen.append(report))

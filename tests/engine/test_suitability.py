@@ -66,7 +66,7 @@ def examine(
                 }
             },
         ),
-        ("llama", {"quantization_config": {"quant_method": "fp8"}}),
+        ("lfm2_moe", {}),
     ],
 )
 def test_a_model_that_cannot_be_paged_is_refused_with_its_reason(

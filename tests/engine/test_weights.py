@@ -71,6 +71,17 @@ def add_a_layer(tensors: Tensors) -> None:
     }
 
 
+def lose_a_layer(tensors: Tensors) -> None:
+    for key in [key for key in tensors if "layers.1" in key]:
+        del tensors[key]
+
+
+def add_vision(tensors: Tensors) -> None:
+    tensors["vision_tower.encoder.layers.0.weight"] = torch.ones(8)
+    tensors["multi_modal_projector.linear_1.weight"] = torch.ones(8, 8)
+    tensors["multi_modal_projector.linear_2.weight"] = torch.ones(8, 8)
+
+
 def add_scales(tensors: Tensors) -> None:
     tensors["model.layers.0.mlp.up_proj.weight_scale"] = torch.ones(1)
 
@@ -109,6 +120,8 @@ def put_infinity(tensors: Tensors) -> None:
     [
         add_biases,
         add_a_layer,
+        lose_a_layer,
+        add_vision,
         add_scales,
         make_fp8,
         make_int8,
@@ -126,6 +139,17 @@ def test_tensors_that_are_not_those_of_the_model_are_refused_by_name(
     change(tensors)
     write(folder, tensors)
     refuse(folder)
+
+
+@pytest.mark.parametrize("change", [add_a_layer, lose_a_layer, add_vision, make_fp8, narrow])
+def test_what_the_headers_tell_is_refused_before_anything_is_allocated(
+    folder: Path, change: Callable[[Tensors], None]
+) -> None:
+    tensors = read(folder)
+    change(tensors)
+    write(folder, tensors)
+    with pytest.raises(ModelError):
+        find_model(str(folder), device="cpu")
 
 
 def test_values_beyond_the_dtype_asked_for_are_refused(folder: Path) -> None:
@@ -217,25 +241,6 @@ def test_a_folder_with_an_adapter_only_is_refused_as_an_adapter(tmp_path: Path) 
     refuse(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("file", "field"),
-    [
-        ("hf_quant_config.json", None),
-        ("quantize_config.json", None),
-        (None, "compression_config"),
-        (None, "quantization_config"),
-    ],
-)
-def test_quantized_weights_are_refused_wherever_it_is_said(
-    folder: Path, file: str | None, field: str | None
-) -> None:
-    if file is not None:
-        (folder / file).write_text('{"quantization": {"quant_algo": "FP8"}}')
-    if field is not None:
-        change_config(folder, **{field: {"quant_method": "fp8", "format": "float-quantized"}})
-    refuse(folder)
-
-
 def test_other_weight_files_that_a_config_names_are_refused(folder: Path) -> None:
     tensors = read(folder)
     tensors[UP] += 1
@@ -315,9 +320,10 @@ def test_a_file_that_may_not_be_read_is_named_with_the_reason(folder: Path, name
 
 
 def test_weights_that_may_not_be_read_are_not_identified(folder: Path) -> None:
+    found = find_model(str(folder), device="cpu")
     (folder / "model.safetensors").chmod(0)
     with refused(ModelError, hide={str(folder): "FOLDER"}), unprivileged():
-        find_model(str(folder), device="cpu").find_fingerprint()
+        found.find_fingerprint()
 
 
 def test_a_name_that_no_folder_can_have_is_refused() -> None:
