@@ -188,11 +188,12 @@ def _open_checkpoint(
         told.append(f"{found.num_weights} {quantization.method} weights are dequantised to {kind}")
         if found.unused:
             ends = Counter(key.rpartition(".")[2] for key in found.unused)
-            told.append(f"static scales are not used: {_counted(ends)}")
+            told.append(f"{ends.total()} static scales are not used: {_counted(ends)}")
     state, ignored = empty.state_dict(), ignored_names(empty)
     others = [key for key in tensors if key not in state and ignored.search(key)]
     if unused or others:
-        told.append(f"some tensors are not used: {_counted(_groups([*unused, *others], state))}")
+        groups = _groups([*unused, *others], state)
+        told.append(f"{groups.total()} tensors are not used: {_counted(groups)}")
     used = {key: tensor for key, tensor in tensors.items() if key not in {*others}}
     check_reasons(name, _header_reasons(config.model_type, is_part, state, used))
     return _Opened(config, empty, used, told)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -110,6 +111,17 @@ def test_a_window_at_least_as_long_as_the_context_is_no_window(
     for window, context_len in ((255, 256), (100, 101)):
         layers = examine(model_type, changes | {"sliding_window": window}, context_len)
         assert window in {layer.window for layer in layers} <= {None, window}
+
+
+def test_text_is_causal_where_only_images_are_not() -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    ropes = {"full_attention": rope, "sliding_attention": rope}
+    for told, is_accepted in (("vision", True), ("all", False)):
+        sizes = {"rope_parameters": ropes, "layer_types": FULL}
+        changes = SMALL | sizes | {"use_bidirectional_attention": told}
+        config = AutoConfig.for_model("gemma4_text", **changes)
+        with nullcontext() if is_accepted else refused(ModelError):
+            check_config("some/model", config, 256)
 
 
 @pytest.mark.parametrize("shape", sorted(file.stem for file in SHAPES.glob("*.json")))
