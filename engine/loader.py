@@ -263,6 +263,7 @@ def find_model(
         raise _too_long(name, max_context_len, longest)
     context_len = max_context_len or longest
     check_config(name, config, context_len)
+    layers = probe_attention(name, config, context_len)
     number = _resolve_dtype(dtype, whole, config, target)
     if folder is not None:
         folder = find_folder(name, ["*.safetensors"])
@@ -276,7 +277,7 @@ def find_model(
         name=name,
         config=config,
         whole_config=whole,
-        layers=probe_attention(name, config, context_len),
+        layers=layers,
         dtype=number,
         device=target,
         max_model_len=context_len,

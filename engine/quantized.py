@@ -89,8 +89,9 @@ def find_quantization(name: str, config: PreTrainedConfig) -> Quantization | Non
     Raises:
         ModelError: they are quantized in a way that is not supported.
     """
-    tables = (getattr(config, field, None) for field in CONFIG_FIELDS)
-    table = next((it for it in tables if it), None)
+    parts = (config, getattr(config, "text_config", None))
+    tables = [getattr(part, field, None) for part in parts for field in CONFIG_FIELDS]
+    table = next(filter(None, tables), None)
     if table is None:
         return None
     table = table if isinstance(table, Mapping) else table.to_dict()

@@ -108,7 +108,9 @@ class Settings:
     )
     device: Device = _model("auto", "Where the model runs. `auto` takes the GPU if there is one.")
     max_model_len: int | None = _model(
-        None, "Most tokens of a prompt and its answer together. By default the model's own limit."
+        None,
+        "Most tokens of a prompt and its answer together. By default the model's own limit, "
+        "which is also the highest value.",
     )
     fingerprint: Fingerprint = _model(
         "full",

@@ -21,6 +21,7 @@ from tieredkv.engine.attention import own_layers
 from tieredkv.engine.byte_tokenizer import byte_tokenizer
 from tieredkv.engine.loader import find_model
 from tieredkv.engine.suitability import check_config, probe_attention
+from tieredkv.engine.text_model import text_config
 from tieredkv.errors import ModelError
 from tieredkv.types import KVSpec
 
@@ -240,7 +241,7 @@ def accepted(model_type: str) -> list[PreTrainedConfig]:
     configs = []
     for changes in ({}, {"layer_types": FULL}, {"sliding_window": CONTEXT_LEN}, {"head_dim": 16}):
         try:
-            config = make_config(model_type, changes)
+            config = text_config(model_type, make_config(model_type, changes))
             check_config(model_type, config, CONTEXT_LEN)
             probe_attention(model_type, copy.deepcopy(config), CONTEXT_LEN)
         except Exception:  # a type may raise any error for a field it does not know
