@@ -19,11 +19,14 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from tests.engine.conftest import write_checkpoint
 from tests.engine.harness import Harness, reference_tokens
 from tests.golden import refused, told
+from tieredkv.engine.llm import LLM
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.quantized import Block, Quantization, dequantised
+from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.engine.text_model import text_config
 from tieredkv.engine.weights import find_weight_files, load_weights
 from tieredkv.errors import ModelError
+from tieredkv.types import Tier
 
 Tensors = dict[str, Tensor]
 FP8_MAX = 448.0
@@ -381,6 +384,25 @@ def test_the_fingerprint_covers_scales_and_names_the_arithmetic(tmp_path: Path) 
     tensors[f"{UP}_scale_inv"][0, 0] *= 2
     write(folder, tensors)
     assert fingerprint(folder) != first
+
+
+def test_blocks_of_an_fp8_checkpoint_are_found_after_a_restart_and_by_no_other(
+    tmp_path: Path,
+) -> None:
+    folder = fp8_folder(tmp_path)
+    sizes: Any = {"device": "cpu", "device_size": "4MiB", "host_size": "1MiB", "disk_size": "64MiB"}
+    sizes |= {"disk_dir": str(tmp_path / "store"), "retention": "24h", "restore": "load"}
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+    def answer(path: Path) -> tuple[list[int], int]:
+        with LLM(str(path), block_size=16, **sizes) as llm:
+            [told] = llm.serve([llm.make_request([*range(20, 90)], params)])
+        return told.token_ids, told.usage.cached_tokens_by_tier[Tier.DISK]
+
+    first = answer(folder)
+    assert first[1] == 0
+    assert answer(folder) == (first[0], 64)
+    assert answer(folder.with_name("model-dequantised")) == (first[0], 0)
 
 
 def test_the_experts_of_gpt_oss_are_loaded_from_mxfp4(tmp_path: Path) -> None:
