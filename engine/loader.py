@@ -107,7 +107,8 @@ class FoundModel:
     def _identity(self) -> dict[str, Any]:
         """What identifies the model beside its weights.
 
-        Dequantised weights are computed in the model's dtype, and others by the checkpoint's own.
+        Of quantized weights it names the dtype that they are dequantised to, since products of the
+        quantized numbers themselves would give other keys and values.
         """
         table = self.whole_config.to_dict()
         is_quantized = find_quantization(self.name, self.whole_config) is not None
@@ -241,7 +242,7 @@ def find_model(
             bfloat16 if it names none.
         device: `cpu`, `cuda`, or `auto`: CUDA where there is one.
         max_context_len: the longest context that will be served; None for the longest that the
-            model was made for, which is the bound.
+            model was made for, which is also the highest value.
 
     Raises:
         ModelError: the model cannot be found, read or served.
@@ -264,11 +265,11 @@ def find_model(
     context_len = max_context_len or longest
     check_config(name, config, context_len)
     layers = probe_attention(name, config, context_len)
-    number = _resolve_dtype(dtype, whole, config, target)
+    number_type = _resolve_dtype(dtype, whole, config, target)
     if folder is not None:
         folder = find_folder(name, ["*.safetensors"])
         files = find_weight_files(name, folder)
-        check_weights(name, config, files, whole=whole, dtype=getattr(torch, number))
+        check_weights(name, config, files, whole=whole, dtype=getattr(torch, number_type))
     elif config.vocab_size < BYTE_VOCAB_SIZE:
         needed = f"the {BYTE_VOCAB_SIZE} tokens of the byte-level tokenizer"
         what = f"its vocabulary of {config.vocab_size} tokens is too small for {needed}"
@@ -278,7 +279,7 @@ def find_model(
         config=config,
         whole_config=whole,
         layers=layers,
-        dtype=number,
+        dtype=number_type,
         device=target,
         max_model_len=context_len,
         folder=folder,

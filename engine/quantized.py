@@ -192,23 +192,21 @@ def _fp8_block(name: str, key: str, scales: Any, weight: Any, told: Block) -> tu
     if len(shape) < 2:
         raise refused(name, f"the scales `{key}` are those of a tensor of shape {tuple(shape)}")
     *others, rows, columns = shape
-    block = _DEFAULT_BLOCK if told == "any" else told
-    grid = None if block is None else [math.ceil(rows / block[0]), math.ceil(columns / block[1])]
-    by_block = [] if grid is None else [[*others, *grid]]
-    by_row = [[*others, rows], [*others, rows, 1]]
-    by_tensor = [others, [*others, 1], [*others, 1, 1]]
-    if told is None or told == "any":
-        if stored in by_tensor:
-            return rows, columns
-        if stored in by_row:
-            return 1, columns
-    if stored in by_block:
-        assert isinstance(block, tuple), block
-        return block
-    wanted = (by_row[0], by_tensor[0]) if grid is None else by_block
-    shapes = " or ".join(str(tuple(shape)) for shape in wanted)
+    size = _DEFAULT_BLOCK if told in ("any", None) else told
+    assert isinstance(size, tuple), size
+    grid = [*others, math.ceil(rows / size[0]), math.ceil(columns / size[1])]
+    by_tensor = (rows, columns), [others, [*others, 1], [*others, 1, 1]]
+    by_row = (1, columns), [[*others, rows], [*others, rows, 1]]
+    by_block = size, [grid]
+    choices = [by_tensor, by_row, by_block] if told == "any" else [by_tensor, by_row]
+    choices = [by_block] if isinstance(told, tuple) else choices
+    for block, shapes in choices:
+        if stored in shapes:
+            return block
+    wanted = [str(tuple(shapes[0])) for _, shapes in choices]
     what = f"the scales `{key}` have the shape {tuple(stored)}"
-    raise refused(name, f"{what}, but a weight of shape {tuple(shape)} needs {shapes}")
+    needs = f"a weight of shape {tuple(shape)} needs {' or '.join(wanted)}"
+    raise refused(name, f"{what}, but {needs}")
 
 
 class Fp8Weight:

@@ -13,7 +13,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _AUTO_MODEL: Any = AutoModelForCausalLM  # untyped in transformers
 _NUM_NAMES_TOLD = 3
+_NUM_GROUPS_TOLD = 8
 _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 """Of the tensors in a safetensors file; narrower ones mean nothing without their scales."""
 
@@ -182,19 +183,17 @@ def _open_checkpoint(
     if is_part := is_multimodal(whole):
         tensors, unused, config.tie_word_embeddings = split_tensors(name, whole, empty, tensors)
         empty = _empty_model(config)
+    state, ignored = empty.state_dict(), ignored_names(empty)
+    used = {key: it for key, it in tensors.items() if key in state or not ignored.search(key)}
+    if unused := [*unused, *(key for key in tensors if key not in used)]:
+        told.append(f"{len(unused)} tensors are not used: {_counted(_groups(unused, state))}")
     if quantization is not None:
-        found = dequantised(name, tensors, quantization, dtype)
-        tensors, kind = found.tensors, str(dtype).removeprefix("torch.")
+        found = dequantised(name, used, quantization, dtype)
+        used, kind = found.tensors, str(dtype).removeprefix("torch.")
         told.append(f"{found.num_weights} {quantization.method} weights are dequantised to {kind}")
         if found.unused:
             ends = Counter(key.rpartition(".")[2] for key in found.unused)
-            told.append(f"{ends.total()} static scales are not used: {_counted(ends)}")
-    state, ignored = empty.state_dict(), ignored_names(empty)
-    others = [key for key in tensors if key not in state and ignored.search(key)]
-    if unused or others:
-        groups = _groups([*unused, *others], state)
-        told.append(f"{groups.total()} tensors are not used: {_counted(groups)}")
-    used = {key: tensor for key, tensor in tensors.items() if key not in {*others}}
+            told.append(f"{len(found.unused)} static scales are not used: {_counted(ends)}")
     check_reasons(name, _header_reasons(config.model_type, is_part, state, used))
     return _Opened(config, empty, used, told)
 
@@ -247,7 +246,8 @@ def _header_reasons(kind: str, is_part: bool, state: dict[str, Any], tensors: Te
     """
     groups = _groups(tensors, state)
     if not is_part and (beside := [key for key in groups if _OF_IMAGES.search(key)]):
-        what = f"its weight files hold more than text ({_counted({k: groups[k] for k in beside})})"
+        found = Counter({group: groups[group] for group in beside})
+        what = f"its weight files hold more than text ({_counted(found)})"
         way_out = "take the config.json of the multimodal checkpoint"
         yield True, f"{what}, but config.json describes a text model (`{kind}`); {way_out}"
 
@@ -287,8 +287,10 @@ def _starts(key: str) -> Iterator[str]:
     return itertools.accumulate(key.split("."), "{}.{}".format)
 
 
-def _counted(groups: Mapping[str, int]) -> str:
-    return ", ".join(f"`{group}` ({count})" for group, count in groups.items())
+def _counted(groups: Counter[str]) -> str:
+    """Name the largest groups of tensors, with the number of tensors in each."""
+    named = [f"`{group}` ({count})" for group, count in groups.most_common(_NUM_GROUPS_TOLD)]
+    return ", ".join([*named, "…"] if len(groups) > len(named) else named)
 
 
 def _tensor_reasons(

@@ -23,7 +23,7 @@ def run_paged(loaded: LoadedModel, ids: list[int], spec: KVSpec | None = None) -
             of its kind is poisoned after each step, and cut out of its table.
     """
     spec, num_blocks = spec or loaded.kv_spec(BLOCK_SIZE), -(-len(ids) // BLOCK_SIZE)
-    first, *tails = spec.page_kinds
+    _, *tails = spec.page_kinds
     num_pages = (1 + len(tails)) * num_blocks + 2
     pool = make_kv_pool(spec, num_pages, loaded.device).fill_(float("nan"))
     pages = random.Random(1).sample(range(1, num_pages), num_pages - 2)

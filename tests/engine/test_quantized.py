@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.engine.conftest import write_checkpoint
@@ -250,6 +250,17 @@ def test_the_log_tells_what_was_dequantised_and_what_is_not_used(
     for record in caplog.records:
         if record.name == "tieredkv.engine.weights":
             told(record.getMessage(), hide={str(folder): "FOLDER"})
+
+
+def test_tensors_that_the_class_ignores_need_no_scales(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = fp8_folder(tmp_path)
+    tensors = read(folder)
+    write(folder, tensors | {"mtp.up_proj.weight": tensors[UP].clone()})
+    refuse(folder)
+    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"^mtp\."])
+    load(folder)
 
 
 def fp8_folder(tmp_path: Path, kind: str = "block") -> Path:
