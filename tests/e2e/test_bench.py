@@ -173,6 +173,18 @@ def test_bench_attention_reaches_the_reference_and_tells_what_limits_it(run_benc
         assert row["ratio"] == pytest.approx(row["limit_ms"] / row["ms"])
 
 
+def test_bench_attention_counts_what_queries_see_in_a_window(run_bench: Bench) -> None:
+    words = ["--heads", "4,2,32", "--window", "20", "--sinks", "--cases", "32+0,16+48,1x64,2x9"]
+    report = run_bench("attention", "--shape", "qwen2.5-0.5b", *words, "--repeats", "1")
+    assert (report["heads"], report["window"], report["has_sinks"]) == ([4, 2, 32], 20, True)
+    pairs = [20 * 21 // 2 + 12 * 20, 16 * 20, 20, 18]
+    keys = [32, 16 + 19, 20, 18]
+    for row, num_pairs, num_keys in zip(report["rows"], pairs, keys, strict=True):
+        assert row["relative_error"] < 1e-4
+        assert row["TFLOPs"] == pytest.approx(4 * 4 * 32 * num_pairs / row["ms"] / 1e9)
+        assert row["GBps"] == pytest.approx(2 * 2 * 32 * 4 * num_keys / row["ms"] / 1e6)
+
+
 def test_bench_decode_counts_tokens(run_bench: Bench) -> None:
     words = ["--model", "tiny-random", "--repeats", "1", "--contexts", "40,80", "--tokens", "12"]
     report = run_bench("decode", *words, "--workloads", "3x50+9")
@@ -695,6 +707,8 @@ SMALL = ["--model", "tiny-random", "--prefix-tokens", "200-200", "--new-tokens",
         ["sessions", *TINY, "--device-size", "1MiB"],
         ["sessions", *TINY, "--arms", "cold"],
         ["sessions", *TINY, "--trace", "/dev/null"],
+        ["attention", "--heads", "64,8"],
+        ["attention", "--heads", "6,4,64"],
     ],
 )
 def test_a_bench_refuses_what_it_cannot_measure(

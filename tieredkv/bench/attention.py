@@ -3,7 +3,8 @@
 The blocks of a case lie at random places of a pool that has the model's layers. Each call attends
 the next layer, as in the engine. The pool is several times as large as the device's cache, so that
 keys and values are read from memory. Decode batches and short chunks are replayed in a CUDA graph;
-longer chunks are launched one by one. Each result is compared with the torch reference.
+longer chunks are launched one by one. Each result is compared with the torch reference. With a
+window, FLOPs and bytes are those of the positions that the queries see.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -11,6 +12,7 @@ longer chunks are launched one by one. Each result is compared with the torch re
 
 import itertools
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tieredkv.bench import raw
+from tieredkv.engine.attention import AttentionLayer
 from tieredkv.engine.loader import FoundModel, find_model
 from tieredkv.errors import ConfigError
 from tieredkv.kernels import launch, reference
@@ -36,18 +39,32 @@ SAMPLE_S = 0.1
 
 
 def run(
-    progress: Progress, *, shape: str, cases: list[str] | None, block_size: int, repeats: int
+    progress: Progress,
+    *,
+    shape: str,
+    heads: list[int] | None,
+    window: int | None,
+    has_sinks: bool,
+    cases: list[str] | None,
+    block_size: int,
+    repeats: int,
 ) -> dict[str, Any]:
     """Measure the cases, by default those for the device; times are medians of the repeats.
 
     Raises:
-        ConfigError, ModelError: a case or the shape is unknown.
+        ConfigError, ModelError: a case, the shape or the heads are unknown.
     """
     names = cases or (GPU_CASES if torch.cuda.is_available() else CPU_CASES)
     model, rows = find_model(f"random:{shape}"), list[dict[str, Any]]()
+    if heads is not None:
+        if len(heads) != 3 or heads[0] % heads[1]:
+            raise ConfigError("`--heads` needs query heads, KV heads and head_dim, as in 64,8,64")
+        num_heads, num_kv_heads, head_dim = heads
+        layer = AttentionLayer(num_heads, num_kv_heads, head_dim, source=0)
+        model = replace(model, layers=[layer] * len(model.layers))
     limits = {"copy_GBps": raw.copy_GBps(), "gemm_TFLOPs": raw.gemm_TFLOPs(model.dtype)}
     for name, lens in tracked(progress, "measuring", [(name, _lens(name)) for name in names]):
-        paged = _Paged(lens, model, block_size)
+        paged = _Paged(lens, model, block_size, window, has_sinks=has_sinks)
         rows.append(_measure(name, paged, limits, repeats))
         del paged  # frees the pool before the next
     bad = [r for r in rows if not r["relative_error"] <= MAX_ERROR[model.dtype]]  # NaN is bad too
@@ -55,7 +72,8 @@ def run(
     problems = [
         f"{r['case']}: the relative error is {r['relative_error']:.1e}; {most}" for r in bad
     ]
-    report = {"shape": shape, "dtype": model.dtype, "block_size": block_size}
+    report = {"shape": shape, "dtype": model.dtype, "block_size": block_size, "heads": heads}
+    report |= {"window": window, "has_sinks": has_sinks}
     return {**report, "raw": limits, "rows": rows, "problems": problems}
 
 
@@ -74,10 +92,23 @@ def _lens(case: str) -> list[tuple[int, int]]:
     raise ConfigError(f"`{case}` is not a case; write one such as {examples}")
 
 
+def _pairs(new: int, context: int, window: int) -> int:
+    """Count the pairs of a new token and a token that it sees."""
+    return int(np.minimum(np.arange(context - new, context) + 1, window).sum())
+
+
 class _Paged:
     """Tensors of a case: the pool, the queries, and batches over several sets of blocks."""
 
-    def __init__(self, lens: list[tuple[int, int]], model: FoundModel, block_size: int) -> None:
+    def __init__(
+        self,
+        lens: list[tuple[int, int]],
+        model: FoundModel,
+        block_size: int,
+        window: int | None,
+        *,
+        has_sinks: bool,
+    ) -> None:
         layers, (num_heads, kv_heads, head_dim, *_) = len(model.layers), model.layers[0]
         dtype, device = getattr(torch, model.dtype), torch.device(raw.device())
         self.query_lens, self.context_lens = zip(*lens, strict=True)
@@ -90,9 +121,10 @@ class _Paged:
         counts = [-(-context // block_size) for context in self.context_lens]
         layer_bytes = sum(counts) * block_size * token_bytes
         layers = max(1, min(layers, room // layer_bytes))
-        sets = -(-4 * cache // (layers * layer_bytes))
-        pairs = sum(new * (context - new) + new * (new + 1) // 2 for new, context in lens)
-        self.kv_bytes = sum(self.context_lens) * token_bytes
+        seen = [min(context, new + (window or context) - 1) for new, context in lens]
+        self.kv_bytes = sum(seen) * token_bytes
+        sets = min(-(-4 * cache // (layers * self.kv_bytes)), max(1, room // layers // layer_bytes))
+        pairs = sum(_pairs(new, context, window or context) for new, context in lens)
         self.flops = 4 * num_heads * head_dim * pairs
         self.scale = head_dim**-0.5
         self.q = torch.randn(sum(self.query_lens), num_heads, head_dim, dtype=dtype, device=device)
@@ -103,7 +135,9 @@ class _Paged:
         starts = itertools.accumulate(self.query_lens, initial=0)
         spans = [Span(row, next(starts), *lens[row]) for row in range(len(lens))]
         heads = Heads(num_heads, kv_heads, head_dim, dtype, device)
-        batches = [launch.make_batch(one, spans, heads) for one in tables]
+        batches = [launch.make_batch(one, spans, heads, window) for one in tables]
+        sinks = torch.randn(num_heads, dtype=dtype, device=device) if has_sinks else None
+        self.window, self.sinks = window, sinks
         self.places = list(itertools.product(range(layers), batches))
 
     def cache(self, layer: int) -> LayerCache:
@@ -113,7 +147,9 @@ class _Paged:
     def attend(self, place: int) -> Tensor:
         """Call the attention kernels as the engine does."""
         layer, batch = self.places[place]
-        return launch.paged_attention(self.q, self.cache(layer), batch, self.scale)
+        return launch.paged_attention(
+            self.q, self.cache(layer), batch, self.scale, window=self.window, sinks=self.sinks
+        )
 
     def relative_error(self) -> float:
         """Return the relative error of the last queries or requests against the reference."""
@@ -125,7 +161,9 @@ class _Paged:
         ]
         checked = batch._replace(spans=spans)
         q, cache = self.q[-count:], self.cache(layer)
-        expected = reference.paged_attention(q, cache, checked, self.scale).float()
+        expected = reference.paged_attention(
+            q, cache, checked, self.scale, self.window, self.sinks
+        ).float()
         return float((self.attend(0)[-count:].float() - expected).norm() / expected.norm())
 
 

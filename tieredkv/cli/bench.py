@@ -419,6 +419,13 @@ def disk() -> None:
 
 @measured(
     click.option("--shape", default="llama-3.1-8b", help="Shape of the model, as after `random:`."),
+    several(
+        "--heads", COUNT, help="Query heads, KV heads and head_dim instead of the shape's: 64,8,64."
+    ),
+    click.option("--window", type=COUNT, help="Positions that a query sees. By default all."),
+    click.option(
+        "--sinks", "has_sinks", is_flag=True, help="Give each head a sink, as gpt-oss does."
+    ),
     click.option("--block-size", type=COUNT, default=16, help="Tokens per block."),
     several(
         "--cases", str, help="Cases to measure, as above. By default some that suit the device."
@@ -435,8 +442,9 @@ def attention() -> None:
     by more than rounding. On a CPU the reference itself runs.
 
     \b
-    Example, a minute:
+    Examples, a minute each:
       tieredkv bench attention --shape llama-3.1-8b --cases 8192+0,64+32768,64x4096
+      tieredkv bench attention --heads 64,8,64 --window 128 --sinks --cases 8192+0,32x8192
     """
 
 
