@@ -150,7 +150,7 @@ def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim:
 if __name__ == "__main__":
     compile_all(torch.bfloat16, 28, 4, 128)
     compile_all(torch.float32, 4, 4, 48)
-    compile_attention(torch.bfloat16, 16, 2, 512)
+    compile_all(torch.bfloat16, 16, 2, 512)
     compile_attention(torch.bfloat16, 64, 8, 64, window=128, has_sinks=True)
     compile_attention(torch.bfloat16, 16, 8, 256, window=1024)
     compile_attention(torch.float16, 14, 2, 128, has_sinks=True)

@@ -10,6 +10,7 @@ import pytest
 
 KERNEL_TESTS = {
     "test_paged_attention.py": "((single_queries or chunks_and) and triton) or number_of_programs",
+    "test_windows_and_sinks.py": "((7-medium or 1000-large) and triton) or number_of_programs",
     "test_layers.py": "normed_and or rounded_and or rotated_and or one_row",
     "test_store_kv.py": "",
     "test_small_copies.py": "goes_to_a_device or every_word",

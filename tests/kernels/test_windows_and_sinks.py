@@ -118,7 +118,7 @@ def test_large_heads_equal_their_definition(
 @pytest.mark.parametrize("num_multiprocessors", few([5, 40, 1, 2], 2))
 @pytest.mark.parametrize("window", [None, 150])
 @pytest.mark.parametrize("spans", [[(1, 700), (1, 5)], [(20, 420), (6, 6), (1, 300), (1, 299)]])
-def test_a_sink_counts_once_however_many_programs_share_a_tile(
+def test_a_sink_counts_once_with_any_number_of_programs(
     make_case: MakeCase,
     relative_error: RelativeError,
     monkeypatch: pytest.MonkeyPatch,
