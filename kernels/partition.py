@@ -57,7 +57,8 @@ class Batch(NamedTuple):
             only the partitions.
         dense: spans that the dense path attends.
         narrow: partition of the single queries; None if there are none.
-        wide: partition of the chunks without the dense spans; None if there are none.
+        wide: partition of the chunks without the dense spans; None if there are none. Both serve
+            the layers of one window only, or those without one.
     """
 
     block_tables: Tensor
@@ -168,7 +169,8 @@ def partition(
                 shares its last tile (-1 if none does), first query and number of
                 queries of that tile, 2 unused, then its first tile
     a tile      row of the block tables, first query, number of queries, position of the first, its
-                first unit and the one after its last, position of its first key, 1 unused
+                first unit and the one after its last, position of its first key if there is a
+                window, 1 unused
     ```
 
     Args:
@@ -185,8 +187,11 @@ def partition(
     first_query = (np.arange(len(span)) - before[span]) * tiling.num_queries
     num_queries = np.minimum(tiling.num_queries, query_lens[span] - first_query)
     position = context_lens[span] - query_lens[span] + first_query
-    first_key = np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
-    stops = np.cumsum(-(-(position + num_queries - first_key) // tiling.kv_tile))
+    num_keys = position + num_queries
+    if window is not None:
+        first_key = np.maximum(position - window + 1, 0)
+        num_keys -= first_key
+    stops = np.cumsum(-(-num_keys // tiling.kv_tile))
     starts = np.concatenate([[0], stops[:-1]])
     total = int(stops[-1]) if len(stops) else 0
     share = max(MIN_UNITS, -(-total // tiling.num_programs))
@@ -197,7 +202,8 @@ def partition(
     assert len(tiles) == len(span), f"{len(span)} tiles, room for {len(tiles)}"
     tiles[:, 0], tiles[:, 1] = rows[span], first_tokens[span] + first_query
     tiles[:, 2], tiles[:, 3], tiles[:, 4], tiles[:, 5] = num_queries, position, starts, stops
-    tiles[:, 6] = first_key
+    if window is not None:
+        tiles[:, 6] = first_key
 
     first_units = np.minimum(np.arange(num_programs) * share, total)
     programs[:, 0], programs[:, 1] = first_units, np.minimum(first_units + share, total)
