@@ -32,21 +32,22 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 @triton.jit
 def _attend(
     q, k_ptr, v_ptr, block_table_ptr, first, whole_end, end, row_position, row_max, row_sum,
-    scale_log2, stride_block, stride_token, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM_TILE: tl.constexpr, KV_TILE: tl.constexpr, WINDOW: tl.constexpr, HAS_ONE_LOOP: tl.constexpr,
+    value_dim, scale_log2, stride_block, stride_token, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, KV_TILE: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_ONE_LOOP: tl.constexpr,
 ):  # fmt: skip
     """Attend q's rows to the positions [first, end) of one request and KV head, tile by tile.
 
     Every row sees all positions below `whole_end`, so those tiles need no mask. HAS_ONE_LOOP masks
-    all tiles, so that all of them go through one pipelined loop. It is for short contexts, for
-    windows, where no tile may be seen whole, and for heads above 256, where the registers do not
-    suffice for two loops. The block id of each position is looked up separately, so a tile may
-    begin anywhere and span blocks. k_ptr and v_ptr point at the KV head; row_max and row_sum hold
-    what each row has summed already. Masks: dims past HEAD_DIM; in the masked loop also loads past
-    the end, scores after the row's own position and scores before its window. Bytes moved:
-    2 * KV_TILE * HEAD_DIM elements per tile.
+    all tiles, so that all of them go through one pipelined loop. It is for short contexts, and for
+    windows, where no tile may be seen whole. The block id of each position is looked up separately,
+    so a tile may begin anywhere and span blocks. k_ptr and v_ptr point at the KV head; row_max and
+    row_sum hold what each row has summed already; value_dim are the dims to sum up. Masks: dims
+    past HEAD_DIM; in the masked loop also loads past the end, scores after the row's own position
+    and scores before its window. Bytes moved: KV_TILE keys and the value dims of as many values per
+    tile.
     """
-    acc = tl.zeros([q.shape[0], DIM_TILE], tl.float32)
+    acc = tl.zeros([q.shape[0], value_dim.shape[0]], tl.float32)
     dim = tl.arange(0, DIM_TILE)
     for IS_MASKED in tl.static_range(1 if HAS_ONE_LOOP else 0, 2):
         start = whole_end if IS_MASKED and not HAS_ONE_LOOP else first
@@ -56,9 +57,11 @@ def _attend(
         ):
             position = tile_start + tl.arange(0, KV_TILE)
             mask = (dim < HEAD_DIM)[None, :]
+            value_mask = (value_dim < HEAD_DIM)[None, :]
             if IS_MASKED:
                 is_loaded = position < end
                 mask = mask & is_loaded[:, None]
+                value_mask = value_mask & is_loaded[:, None]
                 block_id = tl.load(block_table_ptr + position // BLOCK_SIZE, is_loaded, other=0)
             else:
                 block_id = tl.load(block_table_ptr + position // BLOCK_SIZE)
@@ -77,7 +80,8 @@ def _attend(
             shift = tl.where(new_max == float("-inf"), 0.0, new_max) if IS_MASKED else new_max
             weights = tl.exp2(scores - shift[:, None])
             decay = tl.exp2(row_max - shift)
-            v = tl.load(v_ptr + offset, mask=mask, other=0.0)
+            value_offset = token_offset[:, None] + value_dim[None, :]
+            v = tl.load(v_ptr + value_offset, mask=value_mask, other=0.0)
             acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
             row_sum = row_sum * decay + tl.sum(weights, 1)
             row_max = new_max
@@ -91,20 +95,21 @@ def _attention_kernel(
     q_stride_head, cache_stride_block, cache_stride_token, cache_stride_head, block_tables_stride,
     INTS_PER_PROGRAM: tl.constexpr, INTS_PER_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr, ROW_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
-    KV_TILE: tl.constexpr, WINDOW: tl.constexpr, HAS_ONE_LOOP: tl.constexpr,
+    KV_TILE: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, HAS_ONE_LOOP: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Attend one program's range of units for one KV head, tile by tile.
 
     Row r of a tile is query r // GROUP and head r % GROUP, so that keys and values are read once
-    for the whole group. Grid: (num_kv_heads, num_programs); programs past the work return at once.
+    for the whole group. Grid: (num_kv_heads * SPLITS, num_programs); programs past the work return
+    at once. Each of SPLITS programs computes all scores and an equal part of the output's dims.
     Masks: rows past the tile's queries, dims past HEAD_DIM; positions as in `_attend`. WINDOW is 0
-    and sinks_ptr None if there are none. Bytes moved: keys and values of the range; q once per tile
-    and program; out once, or as float32 partials if a tile is shared.
+    and sinks_ptr None if there are none. Bytes moved: keys and values of the range, the keys SPLITS
+    times; q once per tile and program; out once, or as float32 partials if a tile is shared.
     """
     if IS_DEPENDENT:  # the merge kernel may start now; it waits for the results
         tl.extra.cuda.gdc_launch_dependents()
-    kv_head = tl.program_id(0)
+    kv_head = tl.program_id(0) // SPLITS
     program = tl.program_id(1)
     program_ptr = plan_ptr + program * INTS_PER_PROGRAM
     unit = tl.load(program_ptr)
@@ -114,6 +119,7 @@ def _attention_kernel(
     tile_ptr = program_ptr + INTS_PER_TILE  # copy of the record of the program's first tile
     row = tl.arange(0, ROW_TILE)
     dim = tl.arange(0, DIM_TILE)
+    value_dim = tl.program_id(0) % SPLITS * (DIM_TILE // SPLITS) + tl.arange(0, DIM_TILE // SPLITS)
     head = kv_head * GROUP + row % GROUP
     if IS_DEPENDENT:  # nothing above reads what the previous kernel writes
         tl.extra.cuda.gdc_wait()
@@ -150,23 +156,26 @@ def _attention_kernel(
         row_max, row_sum, acc = _attend(
             q, k_cache_ptr + kv_head * cache_stride_head, v_cache_ptr + kv_head * cache_stride_head,
             block_tables_ptr + request.to(tl.int64) * block_tables_stride, first,
-            tl.maximum(first, whole_end), end, position + row // GROUP, row_max, row_sum,
+            tl.maximum(first, whole_end), end, position + row // GROUP, row_max, row_sum, value_dim,
             scale_log2, cache_stride_block, cache_stride_token, BLOCK_SIZE, HEAD_DIM, DIM_TILE,
             KV_TILE, WINDOW, HAS_ONE_LOOP,
         )  # fmt: skip
         # NOTE: a row without a visible position gives 0, or a partial with lse -inf and output 0.
         divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
         acc = acc / divisor[:, None]
+        out_mask = is_row[:, None] & (value_dim < HEAD_DIM)[None, :]
         if (unit == tile_start) & (stop == tile_stop):
             out_offset = query.to(tl.int64) * out_stride_query + head * out_stride_head
-            whole_ptr = out_ptr + out_offset[:, None] + dim[None, :]
-            tl.store(whole_ptr, acc.to(out_ptr.dtype.element_ty), mask)
+            whole_ptr = out_ptr + out_offset[:, None] + value_dim[None, :]
+            tl.store(whole_ptr, acc.to(out_ptr.dtype.element_ty), out_mask)
         else:
             part = 2 * program + (unit == tile_start).to(tl.int32)
-            index = (part * tl.num_programs(0) + kv_head).to(tl.int64) * ROW_TILE + row
+            index = part * (tl.num_programs(0) // SPLITS) + kv_head
+            index = index.to(tl.int64) * ROW_TILE + row
             lse = tl.where(row_sum == 0.0, float("-inf"), row_max + tl.log2(divisor))
             tl.store(partial_lse_ptr + index, lse, is_row)
-            tl.store(partial_out_ptr + index[:, None] * HEAD_DIM + dim[None, :], acc, mask)
+            partial_ptr = partial_out_ptr + index[:, None] * HEAD_DIM + value_dim[None, :]
+            tl.store(partial_ptr, acc, out_mask)
         unit = stop
         tile_ptr = next_tile_ptr
         next_tile_ptr += INTS_PER_TILE
@@ -247,7 +256,6 @@ def paged_attention(
     _, block_size, num_kv_heads, _ = cache.k.shape
     group = num_heads // num_kv_heads
     is_narrow = tiling.num_queries == 1
-    has_one_loop = is_narrow or window is not None or head_dim > 256
     num_partials = 2 * tiling.num_programs * num_kv_heads * tiling.row_tile
     partial_out = torch.empty(num_partials * head_dim, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(num_partials, dtype=torch.float32, device=q.device)
@@ -262,11 +270,11 @@ def paged_attention(
         "DIM_TILE": max(16, triton.next_power_of_2(head_dim)),
         "IS_DEPENDENT": is_dependent,
     }
-    _attention_kernel[(num_kv_heads, tiling.num_programs)](
+    _attention_kernel[(num_kv_heads * tiling.num_splits, tiling.num_programs)](
         out, partial_out, partial_lse, q, *cache, block_tables, plan, sinks, scale * LOG2_E.value,
         *out.stride()[:2], *q.stride()[:2], *cache.k.stride()[:3], block_tables.stride(0),
         BLOCK_SIZE=block_size, KV_TILE=tiling.kv_tile, WINDOW=window or 0,
-        HAS_ONE_LOOP=has_one_loop, **sizes,
+        SPLITS=tiling.num_splits, HAS_ONE_LOOP=is_narrow or window is not None, **sizes,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **launch_options,
     )  # fmt: skip
     if tiling.num_programs > 1:

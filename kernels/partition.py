@@ -75,7 +75,8 @@ class Tiling(NamedTuple):
         num_queries: queries of a tile; a row of a tile is one query of one head of the group.
         row_tile: rows of a tile, padded to a power of two.
         kv_tile: positions of a unit.
-        num_programs: programs for each KV head.
+        num_programs: programs for each KV head and split.
+        num_splits: parts of the output's dims, each with programs of its own.
     """
 
     num_queries: int
@@ -84,6 +85,7 @@ class Tiling(NamedTuple):
     num_warps: int
     num_stages: int
     num_programs: int
+    num_splits: int = 1
 
 
 class Heads(NamedTuple):
@@ -120,19 +122,19 @@ def narrow_tiling(heads: Heads) -> Tiling:
 def wide_tiling(heads: Heads) -> Tiling:
     """Return the tiling for chunks: it fills an SM's 227 KiB of shared memory and its registers.
 
-    A thread holds a row's sums of up to 128 dims, so heads above 256 get 64 rows. In shared memory,
-    in 16 bits, a head of 512 takes 64 KiB for its queries, and 32 KiB for the keys of 32 positions,
-    for their values, and for both of the next tile: 192 KiB.
+    The sums of 128 rows and 256 dims fill half of the registers, so larger heads are split. In
+    shared memory, in 16 bits, a head of 512 takes 128 KiB for the queries, 32 KiB for the keys of
+    32 positions and 16 KiB for half of their values, both twice: 224 KiB.
     """
     is_exact = heads.dtype == torch.float32
-    most_rows = 32 if is_exact else 128 if heads.head_dim <= 256 else 64
-    row_tile = max(most_rows, 1 << (heads.group - 1).bit_length())
+    row_tile = max(32 if is_exact else 128, 1 << (heads.group - 1).bit_length())
     num_queries = row_tile // heads.group
-    programs = max(1, num_multiprocessors(heads.device) // heads.num_kv_heads)
+    num_splits = 1 if is_exact or heads.head_dim <= 256 else 2
+    programs = max(1, num_multiprocessors(heads.device) // (heads.num_kv_heads * num_splits))
     if is_exact:
         return Tiling(num_queries, row_tile, 16, 8, 1, programs)
-    num_stages = 5 if heads.head_dim <= 128 else 3
-    return Tiling(num_queries, row_tile, max(32, _kv_tile(heads)), 8, num_stages, programs)
+    kv_tile, num_stages = max(32, _kv_tile(heads)), 5 if heads.head_dim <= 128 else 3
+    return Tiling(num_queries, row_tile, kv_tile, 8, num_stages, programs, num_splits)
 
 
 def _kv_tile(heads: Heads) -> int:
