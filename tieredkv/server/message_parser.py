@@ -395,7 +395,7 @@ class MessageParser:
             self._nests = self._nests and call.body.nests
             self._can_close = self._can_close and not call.body.is_unclosed
         self._go_on_with_text()
-        yield from (Delta(each) for each in self._kept(self._new(call.written)))
+        yield from self._as_text(call.written)
 
     def _close(self, call: _Opened, end: End) -> Iterator[Delta]:
         """Give out a call, or as text what is none."""
@@ -404,12 +404,17 @@ class MessageParser:
         self._go_on_with_text()
         calls = _calls_in(self._family, call.name, end, self._typed)
         if not calls:
-            text = self._new(call.written + end.written)
-            yield from (Delta(each) for each in self._kept(text))
+            yield from self._as_text(call.written + end.written)
             return
         self._begin()
         for name, arguments in calls:
             yield Delta(call=Call(call.id or uuid.uuid4().hex[:24], name, arguments))
+
+    def _as_text(self, written: str) -> Iterator[Delta]:
+        """Give out as text what is no call, without what is no part of a text."""
+        new, skip = self._new(written), self._family.skip
+        text = re.sub(skip, "", new) if skip else new
+        yield from (Delta(each) for each in self._kept(text))
 
     def _go_on_with_text(self) -> None:
         # Something stands before, so that nothing is taken for the beginning of the message.
