@@ -1,5 +1,9 @@
 """Models that write in channels, gpt-oss and Gemma 4: their answers, prompts and grammars."""
 
+import re
+import time
+from typing import Any
+
 import pytest
 
 from tests.tieredkv.test_message_parser import read
@@ -8,7 +12,7 @@ START, END = "<|start|>assistant", "<|end|>"
 THOUGHT = "<|channel|>analysis<|message|>Hmm."
 FINAL = "<|channel|>final<|message|>Hi."
 CALL = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>"
-NOW = [("now", {})]
+NOW: list[Any] = [("now", {})]
 
 HARMONY = {
     "an answer": (f"{THOUGHT}{END}{START}{FINAL}<|return|>", ("Hmm.", "Hi.", [])),
@@ -75,17 +79,94 @@ HARMONY = {
 """What gpt-oss may write, and what it is read as: thoughts, text and calls."""
 
 
-@pytest.mark.parametrize("name", HARMONY)
-def test_messages_of_gpt_oss_are_read_wherever_they_are_cut(name: str) -> None:
-    written, told = HARMONY[name]
-    assert read("gpt-oss", list(written)) == told
+GEMMA_THOUGHT = "<|channel>thought\nHmm.\n<channel|>"
+GEMMA_CALL = "<|tool_call>call:now{}<tool_call|>"
+DEEP = {"d-e": "", "$ref": '{a}, \\ "b":', "<": {}}
+GEMMA = {
+    "an answer": (f"{GEMMA_THOUGHT}Hi.<turn|>", ("Hmm.", "Hi.", [])),
+    "no thoughts": ("<|channel>thought\n<channel|>Hi.<turn|>", ("", "Hi.", [])),
+    "thoughts alone": ("<|channel>thought\nHmm.<turn|>", ("Hmm.", "", [])),
+    "thoughts that are cut": ("<|channel>thought\nHmm", ("Hmm", "", [])),
+    "thoughts that go over into a call": (
+        f"<|channel>thought\nHmm. {GEMMA_CALL}<|tool_response>",
+        ("Hmm.", "", NOW),
+    ),
+    "a call behind thoughts without its token": (
+        f"{GEMMA_THOUGHT}call:now{{}}<tool_call|><|tool_response>",
+        ("Hmm.", "", NOW),
+    ),
+    "such a text elsewhere": (f"{GEMMA_THOUGHT}a call:now{{}}", ("Hmm.", "a call:now{}", [])),
+    "an unknown channel": ("<|channel>final\nHi.<turn|>", ("", "Hi.", [])),
+    "a channel that is cut": ("<|channel>", ("", "", [])),
+    "a channel that did not begin": ("Hi.<channel|> More.<turn|>", ("", "Hi. More.", [])),
+    "a text beside calls": (
+        f"{GEMMA_THOUGHT}I look.{GEMMA_CALL}{GEMMA_CALL}<|tool_response>",
+        ("Hmm.", "I look.", NOW * 2),
+    ),
+    "all kinds of values": (
+        '<|tool_call>call:f{a:<|"|>x, {y}:\n"z"<|"|>,b:[1,-2.5,true,null,None,<|"|>None<|"|>,[]],'
+        'c:{d-e:<|"|><|"|>,$ref:<|"|>{a}, \\ "b":<|"|>,<|"|><<|"|>:{}}}<tool_call|>',
+        (
+            "",
+            "",
+            [("f", {"a": 'x, {y}:\n"z"', "b": [1, -2.5, True, None, None, "None", []], "c": DEEP})],
+        ),
+    ),
+    "white space": (
+        '<|tool_call>call:f{ a : <|"|> x<|"|> ,\n b c: 1 }<tool_call|>',
+        ("", "", [("f", {"a": " x", "b c": 1})]),
+    ),
+    "plain JSON": (
+        '<|tool_call>call:f{"a": "\\"{b:", "c": {"d": 1}}<tool_call|>',
+        ("", "", [("f", {"a": '"{b:', "c": {"d": 1}})]),
+    ),
+    "marks in a text": (
+        '<|tool_call>call:f{a:<|"|><tool_call|><|tool_call>call:now{}<|"|>}<tool_call|>',
+        ("", "", [("f", {"a": "<tool_call|><|tool_call>call:now{}"})]),
+    ),
+    "a call that the end token closes": ("<|tool_call>call:now{}<|tool_response>", ("", "", NOW)),
+    "a call that nothing closes": ("<|tool_call>call:now{}", ("", "", NOW)),
+    "a call that is cut": ('<|tool_call>call:f{a:<|"|>b', ("", "call:f{a:b", [])),
+    "a text without its quote": (
+        "<|tool_call>call:f{a:Paris}<tool_call|>",
+        ("", "call:f{a:Paris}", []),
+    ),
+    "no object": ("<|tool_call>call:f[1]<tool_call|>", ("", "call:f[1]", [])),
+}
+"""What Gemma 4 may write, and what it is read as."""
+
+CASES = [
+    (family, *case)
+    for family, cases in (("gpt-oss", HARMONY), ("gemma-4", GEMMA))
+    for case in cases.values()
+]
+IDS = [
+    f"{family}: {name}" for family, it in (("gpt-oss", HARMONY), ("gemma-4", GEMMA)) for name in it
+]
+
+
+@pytest.mark.parametrize(("family", "written", "told"), CASES, ids=IDS)
+def test_messages_are_read_wherever_they_are_cut(family: str, written: str, told: Any) -> None:
+    assert read(family, list(written)) == told
     for at in range(len(written)):
-        assert read("gpt-oss", [written[:at], written[at:]]) == told
+        assert read(family, [written[:at], written[at:]]) == told
 
 
-@pytest.mark.parametrize("name", HARMONY)
-def test_no_special_token_of_gpt_oss_is_text(name: str) -> None:
-    written, _ = HARMONY[name]
+@pytest.mark.parametrize(("family", "written", "told"), CASES, ids=IDS)
+def test_no_special_token_is_text(family: str, written: str, told: Any) -> None:
     for tools in ([], [{"function": {"name": "now"}}]):
-        thoughts, text, _ = read("gpt-oss", [written], tools=tools)
-        assert "<|" not in thoughts + text
+        thoughts, text, _ = read(family, [written], tools=tools)
+        assert not re.search(r"<\||\|>", thoughts + text)
+
+
+def test_long_runs_in_calls_of_gemma_are_read_in_linear_time() -> None:
+    blank, quote = " " * 100_000, '<|"|>'
+    for body in (
+        f"{{a:[1,{blank}2]}}",
+        f"{{{blank}a{blank}:1}}",
+        f"{{a:{quote}{'<|' * 100_000}{quote}}}",
+        "{" + "a" * 300_000,
+    ):
+        began_at = time.process_time()
+        read("gemma-4", [f"<|tool_call>call:f{body}<tool_call|>"])
+        assert time.process_time() - began_at < 5

@@ -67,6 +67,11 @@ WRITTEN = {
         f"<|constrain|>json<|message|>{JSON}<|call|><|start|>assistant to=functions.now<|channel|>"
         "commentary <|constrain|>json<|message|>{}<|call|>"
     ),
+    "gemma-4": (
+        "<|channel>thought\nHmm.\n<channel|>Let me see."
+        '<|tool_call>call:get_weather{city:<|"|>Zürich "x" </b><|"|>,days:3}<tool_call|>'
+        "<|tool_call>call:now{}<tool_call|><|tool_response>"
+    ),
     "deepseek-v3": (
         "<think>Hmm.</think>Let me see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function"
         f"<｜tool▁sep｜>get_weather\n```json\n{JSON}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>"
@@ -349,6 +354,7 @@ OPENING = {
     "glm": ["<tool_call>", "<tool_call>now"],
     "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS]now[ARGS]", "[TOOL_CALLS] [{"],
     "gpt-oss": ["<|channel|>", "<|channel|>commentary to=functions.now <|message|>"],
+    "gemma-4": ["<|tool_call>", "<|tool_call>call:now"],
     "deepseek-v3": [
         "<｜tool▁calls▁begin｜>",
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n",

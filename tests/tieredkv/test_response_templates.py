@@ -71,6 +71,21 @@ TAGGED_CALLS: dict[str, Any] = {
         "content": {},
     },
 }
+QUOTED_CALLS: dict[str, Any] = {
+    "start_anchor": ["<|me|>", "<|told|>"],
+    "fields": {
+        "reasoning_content": {"open": "<musing>", "close": "</musing>"},
+        "tool_calls": {
+            "open_pattern": r"<do>(?P<tool>\w+)",
+            "close": "</do>",
+            "repeats": True,
+            "content": "json",
+            "content_args": {"unquoted_keys": True, "string_delims": [["<q>", "<q>"]]},
+            "transform": CALL,
+        },
+        "content": {"close": ["<|end|>", "<|over|>"]},
+    },
+}
 OWN_WRITTEN = {
     "json": (
         JSON_CALLS,
@@ -81,6 +96,11 @@ OWN_WRITTEN = {
         NAMED_CALLS,
         f"<m>Hmm.</musing><say>Let me see.</say><do>get_weather <as>json<with>{JSON}</do><do>\nnow"
         "<with>{}</do>",
+    ),
+    "quoted": (
+        QUOTED_CALLS,
+        '<musing>Hmm.</musing>Let me see.<do>get_weather{city:<q>Zürich "x" </b><q>,days:3}</do>'
+        "<do>now{}</do><|end|>",
     ),
     "tagged": (
         TAGGED_CALLS,
@@ -150,7 +170,7 @@ def test_special_tokens_in_its_alternatives_are_known() -> None:
     assert family.names("<|end|>") and family.names("<|over|>") and not family.names("<|me|>")
 
 
-@pytest.mark.parametrize("form", ["json", "named"])
+@pytest.mark.parametrize("form", ["json", "named", "quoted"])
 def test_calls_can_be_forced_in_its_form(form: str) -> None:
     family = Family(name=OWN, **family_of(OWN_WRITTEN[form][0]))
     reading = Reading(family, None, "<|me|>", TOOLS)
@@ -174,6 +194,13 @@ def test_a_known_family_that_reads_the_same_is_kept(caplog: pytest.LogCaptureFix
     assert read(kept, [WRITTEN["hermes"]]) == read(families()["hermes"], [WRITTEN["hermes"]])
     other = chosen(JSON_CALLS, "<tool_call>")
     assert other is not None and other.name == OWN, "the checkpoint knows better than its template"
+
+
+def test_an_answer_goes_on_behind_any_text_that_begins_one() -> None:
+    family = Family(name=OWN, **family_of(QUOTED_CALLS))
+    for prompt in ("<|me|>A.<|told|>", "<|told|>A.<|me|>"):
+        assert read(family, ["Hmm.</musing>Yes."], prompt + "<musing>") == ("Hmm.", "Yes.", [])
+        assert read(family, ["Yes."], prompt) == ("", "Yes.", [])
 
 
 def test_parsers_chosen_by_hand_take_precedence() -> None:
@@ -207,10 +234,11 @@ INEXPRESSIBLE: list[Any] = [
     changed(JSON_CALLS, "version", 2),
     changed(JSON_CALLS, "fields", ["content"]),
     changed(JSON_CALLS, "fields/mood", {"open": "<mood>"}),
-    changed(JSON_CALLS, "start_anchor", ["<a>", "<b>"]),
+    changed(JSON_CALLS, "start_anchor", None),
     changed(JSON_CALLS, "fields/reasoning_content/open", None),
     changed(JSON_CALLS, f"{CALLS}/content", "python-call-list"),
     changed(JSON_CALLS, f"{CALLS}/content_args", {"unquoted_keys": True}),
+    changed(QUOTED_CALLS, f"{CALLS}/content_args/string_delims", [["<", ">"]]),
     changed(NAMED_CALLS, f"{CALLS}/transform", {"name": "{tool}"}),
     changed(NAMED_CALLS, f"{CALLS}/open_pattern", "<do>"),
     changed(TAGGED_CALLS, f"{CALLS}/content_args", {}),

@@ -229,6 +229,12 @@ def test_a_strict_tool_must_have_a_schema_that_can_be_enforced() -> None:
     assert free.grammar(reading) is not None  # its arguments are any object
 
 
+def test_strict_tools_do_not_hold_a_model_that_calls_in_unknown_ways() -> None:
+    reading = Reading(families()["think"], None, "")
+    assert Structure(tools=[tool("f", strict=True)]).grammar(reading) is None
+    assert Structure(tools=TOOLS, is_parallel=False).grammar(reading) is None
+
+
 @pytest.mark.parametrize("name", ['say "hi"', "<|im_end|>", "a\\b", "ü"])
 def test_odd_names_are_written_as_they_are(name: str) -> None:
     family = families()["hermes"]

@@ -6,6 +6,7 @@ character on: what cannot go on as a body is none, which is known at once, and w
 looked for only where it can end. This module knows neither families of models nor messages.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from functools import lru_cache
@@ -18,7 +19,11 @@ VALUE = "(?P<value>.*?)"
 
 _IN_STRING = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)
 _IN_SCALAR = re.compile(r"[\w.+-]*")
-_SCALAR = re.compile(r"true|false|null|NaN|-?Infinity|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_SCALAR = re.compile(r"true|false|null|None|NaN|-?Infinity|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_BARE_KEY = re.compile(r'[^{}\[\],:"<]*')
+_BARE = re.compile(r'"(?:[^"\\]|\\.)*"|(?<=[{,])([^{}\[\],:"<]+):|\bNone\b', re.DOTALL)
+"""A text of JSON, a bare key, or what templates in Jinja write for `null`."""
+
 _SCALAR_STARTS = "-0123456789tfnNI"
 
 
@@ -71,12 +76,14 @@ class JsonBody:
     Args:
         ends: the marks of which one closes the call; without any, the end of the message does.
         following: what the next call begins with, where nothing closes this one.
+        quote: what may stand around texts, in which nothing is escaped, in place of `"`. Then keys
+            may stand bare; see `as_json`.
     """
 
-    def __init__(self, ends: Sequence[str], following: str = "") -> None:
+    def __init__(self, ends: Sequence[str], following: str = "", quote: str = "") -> None:
         self.taken: list[str] = []
         self._ends = [*dict.fromkeys(end.strip() for end in ends)]
-        self._following = following
+        self._following, self._quote = following, quote
         self._rest = ""  # what is taken, but not read yet
         self._num_read = 0
         self._brackets: list[str] = []  # those that are to come
@@ -129,6 +136,8 @@ class JsonBody:
         state = self._state
         if state == "string":
             return self._read_string(text, at)
+        if state == "quoted":
+            return self._read_quoted(text, at)
         if state == "scalar":
             found = _IN_SCALAR.match(text, at)
             assert found is not None, "it matches anything"
@@ -136,11 +145,21 @@ class JsonBody:
             if found.end() < len(text):
                 self._end_scalar()
             return found.end()
+        if state == "bare key":
+            found = _BARE_KEY.match(text, at)
+            assert found is not None, "it matches anything"
+            if found.end() < len(text):
+                self._state = "colon"
+            return found.end()
+        if self._quote and self._quote.startswith(text[at : at + len(self._quote)]):
+            return self._begin_quoted(text, at)
         each = text[at]
         if each.isspace() or (state == "between" and each in ",;"):
             return at + 1
         if state in ("key", "key or bracket") and each == '"':
             self._state, self._is_key = "string", True
+        elif self._quote and state in ("key", "key or bracket") and _BARE_KEY.fullmatch(each):
+            self._state = "bare key"
         elif state in ("after", "key or bracket", "value or bracket") and (
             self._brackets[-1] == each
         ):
@@ -162,11 +181,30 @@ class JsonBody:
         at = found.end()
         if text[at : at + 1] != '"':  # the text ends, or behind it a backslash waits for its letter
             return at
+        self._end_string()
+        return at + 1
+
+    def _begin_quoted(self, text: str, at: int) -> int:
+        behind = at + len(self._quote)
+        if self._state not in ("key", "key or bracket", "between", "value", "value or bracket"):
+            raise NoCallError
+        if behind > len(text):  # the rest of the quote may follow
+            return at
+        self._is_key, self._state = self._state.startswith("key"), "quoted"
+        return behind
+
+    def _read_quoted(self, text: str, at: int) -> int:
+        end = text.find(self._quote, at)
+        if end < 0:
+            return max(at, len(text) - len(self._quote) + 1)
+        self._end_string()
+        return end + len(self._quote)
+
+    def _end_string(self) -> None:
         if self._is_key:
             self._state, self._is_key = "colon", False
         else:
             self._end_value()
-        return at + 1
 
     def _begin_value(self, first: str) -> None:
         if first == "{":
@@ -189,6 +227,20 @@ class JsonBody:
 
     def _end_value(self) -> None:
         self._state = "after" if self._brackets else "between"
+
+
+def as_json(body: str, quote: str) -> str:
+    """Return a body with this quote, as `JsonBody` has read it, as JSON."""
+
+    def plain(found: re.Match[str]) -> str:
+        if found[1] is not None:
+            return json.dumps(found[1].strip(), ensure_ascii=False) + ":"
+        return "null" if found[0] == "None" else found[0]
+
+    parts = body.split(quote)
+    parts[::2] = [_BARE.sub(plain, part) for part in parts[::2]]
+    parts[1::2] = [json.dumps(part, ensure_ascii=False) for part in parts[1::2]]
+    return "".join(parts)
 
 
 class _Mark(NamedTuple):

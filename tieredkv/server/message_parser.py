@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 from transformers.utils.chat_parsing import ResponseParser
 
 from tieredkv.errors import ConfigError
-from tieredkv.server.call_bodies import Body, End, JsonBody, NoCallError, TagBody
+from tieredkv.server.call_bodies import Body, End, JsonBody, NoCallError, TagBody, as_json
 from tieredkv.server.response_templates import family_of
 from tieredkv.server.schemas import properties_of
 
@@ -98,9 +98,11 @@ class Family:
     call_end: Sequence[str] = ()
     next: str = ""
     body: Literal["calls", "arguments", "tags"] = "calls"
+    quote: str = ""
     tag: str = ""
     is_bare: bool = False
     skip: str = ""
+    ends: Sequence[str] = ()
     opens: str = ""
     writes: str = ""
     style: Literal["json", "qwen_xml", "minimax_xml", "glm_xml"] = "json"
@@ -112,7 +114,7 @@ class Family:
 
     def names(self, special: str) -> bool:
         """Return whether a special token takes a part in how messages are written."""
-        patterns = [*self.thoughts, self.call, *self.call_end, self.skip]
+        patterns = [*self.thoughts, self.call, *self.call_end, self.skip, self.quote]
         return any(special in pattern.replace("\\", "") for pattern in patterns)
 
     def begun(self, prompt: str) -> str:
@@ -385,7 +387,7 @@ class MessageParser:
             around = family.around_of(value["opened"])
             body = TagBody(family.tag, family.call_end, family.call, around, **how)
         else:
-            body = JsonBody(family.call_end, family.next)
+            body = JsonBody(family.call_end, family.next, family.quote)
         self._call = _Opened(value["opened"], value["name"].strip(), value["id"], body)
         return rest
 
@@ -514,7 +516,8 @@ def _calls_in(
     if end.arguments is not None:
         return [(name, _dumped(typed(name, end.arguments)))] if name else []
     try:
-        values = [*_json_values(end.body)]
+        body = as_json(end.body, family.quote) if family.quote else end.body
+        values = [*_json_values(body)]
         if name:
             [arguments] = values or [{}]
             return [(name, _arguments_of(arguments))]

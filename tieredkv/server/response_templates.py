@@ -79,9 +79,10 @@ def _family_of(template: Any) -> dict[str, Any]:
             raise InexpressibleError(f"it has the field `{name}`")
         parts[_NAMES[name]] = part
     anchor = _anchor(template, "start_anchor", "`start_anchor`")
-    if anchor is None or len(starts := [*anchor.texts()]) != 1:
-        raise InexpressibleError("`start_anchor` is not one text")
-    made: dict[str, Any] = {"start": starts[0]}
+    if anchor is None:
+        raise InexpressibleError("it has no `start_anchor`")
+    start, *others = anchor.texts()
+    made: dict[str, Any] = {"start": start, "resumes": others}
     if "text" in parts:
         made |= _text_of(parts["text"])
     if "thoughts" in parts:
@@ -109,6 +110,7 @@ def _calls_of(part: Mapping[str, Any], skip: str) -> dict[str, Any]:
     if begin is None or (name and "(?P<name>" not in begin.pattern):
         raise InexpressibleError("nothing opens a call, or it does not name the tool")
     made: dict[str, Any] = {"call": begin.pattern, "body": body, "skip": skip}
+    made["quote"] = _quote_of(part.get("content_args", {})) if body != "tags" else ""
     closing, rest = _closing(part)
     made["call_end"] = closing
     if rest is not None:
@@ -127,8 +129,6 @@ def _calls_of(part: Mapping[str, Any], skip: str) -> dict[str, Any]:
 def _body_of(part: Mapping[str, Any]) -> tuple[str, str]:
     """Return what a call consists of, and the group that has the tool's name."""
     kind, transform = part.get("content", "text"), part.get("transform")
-    if kind == "json" and part.get("content_args", {}).keys() - {"allow_non_json"}:
-        raise InexpressibleError("calls are written in a dialect of JSON")
     function = transform.get("function", "") if isinstance(transform, Mapping) else transform
     if isinstance(function, Mapping):
         name = str(function.get("name"))
@@ -139,6 +139,18 @@ def _body_of(part: Mapping[str, Any]) -> tuple[str, str]:
     if kind == "json" and function in (None, "{content}"):
         return "calls", ""
     raise InexpressibleError(f"calls are written as `{kind}` that its `transform` rearranges")
+
+
+def _quote_of(arguments: Mapping[str, Any]) -> str:
+    """Return what stands around texts in JSON in place of `"`; empty if nothing else does."""
+    given = {name: it for name, it in arguments.items() if name != "allow_non_json"}
+    if not given:
+        return ""
+    match given:
+        case {"unquoted_keys": True, "string_delims": [[str(begin), str(end)]]}:
+            if begin and begin == end and len(given) == 2:
+                return begin
+    raise InexpressibleError("calls are written in a dialect of JSON")
 
 
 def _closing(part: Mapping[str, Any]) -> tuple[list[str], "_Anchor | None"]:

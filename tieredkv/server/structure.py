@@ -72,6 +72,8 @@ class Structure:
                 "it write one. If you know, name its family with `--tool-parser`."
             )
             raise RequestError(text, param="tool_choice", code="unsupported_parameter")
+        if self.choice == "auto" and self.text is None and not can_call:
+            return None
         if reading is None or family is None:
             return None if self.text is None else as_grammar(self.text)
         parts = _thoughts(family, reading.prompt.rpartition(family.start)[2])
