@@ -287,6 +287,9 @@ class Asked:
             )
             raise RequestError(text, param="n", code="invalid_value")
         requests, params = [], self.plan.params
+        if self.reading is not None and not params.ignore_eos:
+            ends = [id for id in self.reading.ends if id < info.vocab_size]
+            params = dataclasses.replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
         for prompt in self.prompts:
             limits = info.max_model_len, info.vocab_size
             pack_prompt(prompt, *limits, max_tokens=params.max_tokens, field=self.prompt_field)

@@ -126,6 +126,7 @@ class Tokenization:
         shown = {id: name for id, name in names.items() if family and family.names(name)}
         self._writing = Writing(family, frozenset(names.keys() - shown.keys()), shown)
         self._left_out = self._writing.hidden if shown else None
+        self._ends = [id for id, name in names.items() if family and name in family.ends]
         self._memory: Memory | None = None
         self._has_canonical_tools = has_canonical_tools
         self._max_model_len = max_model_len
@@ -268,7 +269,7 @@ class Tokenization:
             keep = functools.partial(self._memory.keep, self._writing, encoded.place, begun)
         if not (self.family or keep):
             return None
-        return Reading(self.family, self._left_out, begun, tools, keep)
+        return Reading(self.family, self._left_out, begun, tools, keep, self._ends)
 
     def decode(self, prompt: Prompt) -> str:
         """Return the text of a prompt that is a text or token ids."""

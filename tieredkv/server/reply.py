@@ -24,6 +24,7 @@ class Reading:
         prompt: what the answers continue, from the family's `start` on.
         tools: that may be called.
         keep: takes each answer that the model itself has ended; None if nobody wants it.
+        ends: ids of the tokens that end an answer, beside those that the checkpoint names.
     """
 
     family: Family | None
@@ -31,6 +32,7 @@ class Reading:
     prompt: str
     tools: Tools = ()
     keep: Callable[["Reply"], None] | None = None
+    ends: Collection[int] = ()
 
 
 class Reply(Answer):
