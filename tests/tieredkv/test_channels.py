@@ -1,12 +1,33 @@
 """Models that write in channels, gpt-oss and Gemma 4: their answers, prompts and grammars."""
 
+import asyncio
+import json
 import re
 import time
+from datetime import datetime
 from typing import Any
 
 import pytest
 
+from tests.tieredkv.channels import GEMMA_4, GPT_OSS, SPECIAL
+from tests.tieredkv.test_histories import HISTORIES, told
 from tests.tieredkv.test_message_parser import read
+from tests.tieredkv.test_remembered import made_tokenizer
+from tests.tieredkv.test_tool_calls import Engine, anthropic_of, called, close_apis, openai_of
+from tieredkv.config import Settings
+from tieredkv.engine.engine_messages import EngineRequest, TokenOutput
+from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.fields import read as read_body
+from tieredkv.server.asked import Rules
+from tieredkv.server.chat import Tokenization
+from tieredkv.server.histories import Form
+from tieredkv.server.message_parser import MessageParser, choose, detect, families
+from tieredkv.server.openai_api import ChatRequest
+from tieredkv.server.remembered import Memory, RememberedAnswers
+from tieredkv.server.reply import Reply
+from tieredkv.server.template_clock import TemplateClock
+
+__all__ = ["close_apis"]
 
 START, END = "<|start|>assistant", "<|end|>"
 THOUGHT = "<|channel|>analysis<|message|>Hmm."
@@ -170,3 +191,277 @@ def test_long_runs_in_calls_of_gemma_are_read_in_linear_time() -> None:
         began_at = time.process_time()
         read("gemma-4", [f"<|tool_call>call:f{body}<tool_call|>"])
         assert time.process_time() - began_at < 5
+
+
+# --- Prompts
+
+TEMPLATES = {"gpt-oss": GPT_OSS, "gemma-4": GEMMA_4}
+TOKENIZERS = {name: made_tokenizer(it, SPECIAL[name]) for name, it in TEMPLATES.items()}
+FORMS = {
+    "gpt-oss": Form(splits_calls=True, joins_systems=True, system="user", thoughts="thinking"),
+    "gemma-4": Form(splits_text=True),
+}
+RENDERED = {
+    "gpt-oss": (
+        "<|start|>system<|message|>A model.\nDate: 2026-11-29\nReasoning: high<|end|>"
+        "<|start|>developer<|message|>Be brief.\n// now<|end|><|start|>user<|message|>When?<|end|>"
+        '<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{"at": ["\\"", 1]}'
+        "<|call|><|start|>functions.now to=assistant<|channel|>commentary<|message|>"
+        '"12"<|end|><|start|>assistant<|channel|>final<|message|>At 12.<|end|>'
+        "<|start|>user<|message|>And now?<|end|>"
+        "<|start|>assistant<|channel|>analysis<|message|>Hmm.<|end|>"
+        '<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{"at": ["\\"", 1]}'
+        "<|call|><|start|>functions.now to=assistant<|channel|>commentary<|message|>"
+        '"12"<|end|><|start|>assistant'
+    ),
+    "gemma-4": (
+        "<|turn>system\n<|think|>\nBe brief.<|tool>declaration:now{}<tool|><turn|>\n"
+        "<|turn>user\nWhen?<turn|>\n<|turn>model\n"
+        '<|tool_call>call:now{at:[<|"|>"<|"|>,1]}<tool_call|>'
+        '<|tool_response>response:now{value:<|"|>12<|"|>}<tool_response|>At 12.<turn|>\n'
+        "<|turn>user\nAnd now?<turn|>\n<|turn>model\n<|channel>thought\nHmm.\n<channel|>"
+        '<|tool_call>call:now{at:[<|"|>"<|"|>,1]}<tool_call|>'
+        '<|tool_response>response:now{value:<|"|>12<|"|>}<tool_response|>'
+    ),
+}
+NEXT = {
+    "gpt-oss": (
+        f"{THOUGHT}{END}{START}{CALL}<|start|>functions.now to=assistant<|channel|>commentary"
+        f'<|message|>"12"{END}{START}'
+    ),
+    "gemma-4": (
+        f'{GEMMA_THOUGHT}{GEMMA_CALL}<|tool_response>response:now{{value:<|"|>12<|"|>}}'
+        "<tool_response|>"
+    ),
+}
+"""What stands behind the first prompt in the second one."""
+
+TOOLS: Any = [{"type": "function", "function": {"name": "now"}}]
+ASKED: Any = [{"role": "user", "content": "When?"}]
+
+
+def tokenization_of(name: str) -> Tokenization:
+    clock = TemplateClock(fixed=datetime(2026, 11, 29))
+    return Tokenization(TOKENIZERS[name], family=families()[name], clock=clock)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_templates_are_known_and_lose_nothing(name: str) -> None:
+    family = detect(TEMPLATES[name])
+    assert family is not None and family.name == name
+    assert tokenization_of(name).form({}) == FORMS[name]
+    for history in HISTORIES.values():
+        text = tokenization_of(name).encode_chat(history, {}).text
+        assert [each for each in told(history) if each not in text] == []
+
+
+@pytest.mark.parametrize(("name", "text"), [*RENDERED.items()])
+def test_turns_stand_in_a_prompt_as_models_write_them(name: str, text: str) -> None:
+    call = {"id": "call_1", "function": {"name": "now", "arguments": {"at": ['"', 1]}}}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": ["12"]}
+    beside = {"reasoning_content": "Hmm.", "tool_calls": [call]}
+    turns: list[dict[str, Any]] = [
+        {"role": "system", "content": ["Be brief."]},
+        {"role": "user", "content": ["When?"]},
+        {"role": "assistant", "content": [], **beside},
+        result,
+        {"role": "assistant", "content": ["At 12."], "reasoning_content": "So."},
+        {"role": "user", "content": ["And now?"]},
+        {"role": "assistant", "content": [], **beside},
+        result,
+    ]
+    how = {"reasoning_effort": "high", "enable_thinking": True, "tools": TOOLS}
+    assert tokenization_of(name).encode_chat(turns, how).text == text
+
+
+def test_a_text_beside_a_call_of_gemma_stands_before_it() -> None:
+    """Behind the result, the model could not go on with its turn."""
+    call = {"id": "call_1", "function": {"name": "now", "arguments": {}}}
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": ["When?"]},
+        {
+            "role": "assistant",
+            "content": ["I look."],
+            "reasoning_content": "Hmm.",
+            "tool_calls": [call],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": ["12"]},
+    ]
+    text = tokenization_of("gemma-4").encode_chat(turns, {"enable_thinking": True}).text
+    assert text.endswith(f"<|turn>model\nI look.<turn|>\n{NEXT['gemma-4']}")
+
+
+@pytest.mark.parametrize("effort", [None, "none", "high"])
+def test_the_effort_decides_how_a_prompt_begins_and_ends(effort: str | None) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    if effort:
+        body["reasoning_effort"] = effort
+    rules = Rules(Settings(), is_strict=True)
+    asked = {
+        name: read_body(ChatRequest, body, rules.refuses).ask(tokenization_of(name), rules)
+        for name in TEMPLATES
+    }
+    prompts = {name: str(TOKENIZERS[name].decode(it.prompts[0])) for name, it in asked.items()}
+    told = {None: "medium", "none": "low"}.get(effort, effort)
+    assert f"\nReasoning: {told}<|end|>" in prompts["gpt-oss"]
+    thinks = effort == "high"
+    assert ("<|think|>" in prompts["gemma-4"]) == thinks
+    assert prompts["gemma-4"].endswith("<channel|>") == (not thinks)
+
+
+def test_the_own_response_template_of_a_checkpoint_says_the_same_of_gemma() -> None:
+    call = {"function": {"name": "{tool}", "arguments": "{content}"}}
+    quote = {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]}
+    calls = {
+        "open_pattern": r"<\|tool_call>call:(?P<tool>\w+)",
+        "close": "<tool_call|>",
+        "repeats": True,
+        "content": "json",
+        "content_args": quote,
+        "transform": call,
+    }
+    own = {
+        "start_anchor": ["<|turn>model\n", "<tool_response|>"],
+        "fields": {
+            "reasoning_content": {"open": "<|channel>thought\n", "close": "<channel|>"},
+            "tool_calls": calls,
+            "content": {"close": ["<turn|>", "<|tool_response>", "<eos>"]},
+        },
+    }
+    chosen = choose(GEMMA_4, own, tool_parser="auto", reasoning_parser="auto")
+    assert chosen == families()["gemma-4"]
+    alone = choose("", own, tool_parser="auto", reasoning_parser="auto")
+    assert alone is not None and alone.quote == '<|"|>'
+    written, told = GEMMA["all kinds of values"]
+    parser = MessageParser(alone, "", TOOLS)
+    [delta] = [*parser.feed(written), *parser.finish()]
+    assert delta.call and [(delta.call.name, json.loads(delta.call.arguments))] == told[2]
+
+
+# --- Answers through each API
+
+ANSWERS = {
+    "gpt-oss": f"{THOUGHT}{END}{START}{CALL}",
+    "gemma-4": f"{GEMMA_THOUGHT}{GEMMA_CALL}<|tool_response>",
+}
+BESIDE = {
+    "gpt-oss": f"{THOUGHT}{END}{START}<|channel|>commentary<|message|>I look.{END}{START}{CALL}",
+    "gemma-4": f"{GEMMA_THOUGHT}I look.{GEMMA_CALL}<|tool_response>",
+}
+
+
+def engine_of(name: str, text: str) -> Engine:
+    return Engine(text, tokenizer=TOKENIZERS[name], family=name)
+
+
+async def by_chat(engine: Engine, is_stream: bool) -> tuple[str, str, list[Any]]:
+    """Return the thoughts, the text and the calls of an answer, whose results are then sent."""
+    chat = openai_of(engine).chat.completions
+    how: Any = {"model": "m", "tools": TOOLS, "reasoning_effort": "high"}
+    if is_stream:
+        async with chat.stream(messages=ASKED, **how) as stream:
+            answer: Any = await stream.get_final_completion()
+    else:
+        answer = await chat.create(messages=ASKED, **how)
+    [choice] = answer.choices
+    turn = choice.message.model_dump(exclude_none=True, exclude={"parsed"})
+    [call] = choice.message.tool_calls
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "12"}
+    await chat.create(messages=[*ASKED, turn, result], **how)
+    assert choice.finish_reason == "tool_calls"
+    return turn["reasoning_content"], turn.get("content", ""), called([call])
+
+
+async def by_responses(engine: Engine, is_stream: bool) -> tuple[str, str, list[Any]]:
+    responses = openai_of(engine).responses
+    tools: Any = [{"type": "function", **it["function"]} for it in TOOLS]
+    how: Any = {"model": "m", "tools": tools, "reasoning": {"effort": "high"}}
+    if is_stream:
+        async with responses.stream(input=ASKED, **how) as stream:
+            response: Any = await stream.get_final_response()
+    else:
+        response = await responses.create(input=ASKED, **how)
+    thoughts, *_, call = response.output
+    items: Any = [it.model_dump(exclude_none=True) for it in response.output]
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "12"}
+    await responses.create(input=[*ASKED, *items, result], **how)
+    calls = [(call.name, json.loads(call.arguments))]
+    return thoughts.content[0].text, response.output_text, calls
+
+
+async def by_messages(engine: Engine, is_stream: bool) -> tuple[str, str, list[Any]]:
+    messages = anthropic_of(engine).messages
+    tools: Any = [{"name": "now", "input_schema": {"type": "object"}}]
+    how: Any = {"model": "m", "max_tokens": 99, "tools": tools}
+    how |= {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}
+    if is_stream:
+        async with messages.stream(messages=ASKED, **how) as stream:
+            message: Any = await stream.get_final_message()
+    else:
+        message = await messages.create(messages=ASKED, **how)
+    thoughts, *texts, call = message.content
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "12"}
+    turn = {"role": "assistant", "content": message.content}
+    again: Any = [*ASKED, turn, {"role": "user", "content": [result]}]
+    await messages.create(messages=again, **how)
+    assert message.stop_reason == "tool_use"
+    return thoughts.thinking, "".join(it.text for it in texts), [(call.name, call.input)]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("by", [by_chat, by_responses, by_messages])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_each_api_has_the_parts_of_an_answer_and_takes_the_result(
+    name: str, by: Any, is_stream: bool
+) -> None:
+    engine = engine_of(name, ANSWERS[name])
+    assert asyncio.run(by(engine, is_stream)) == ("Hmm.", "", NOW)
+    first, second = engine.prompts
+    assert second == first + NEXT[name]
+    beside = engine_of(name, BESIDE[name])
+    assert asyncio.run(by(beside, is_stream)) == ("Hmm.", "I look.", NOW)
+    first, second = beside.prompts
+    assert second.startswith(first) and "I look." in second
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_tokens_that_end_an_answer_are_known_without_the_checkpoint(name: str) -> None:
+    vocabulary = TOKENIZERS[name].get_vocab()
+    ends = {vocabulary[it] for it in families()[name].ends}
+
+    async def run(engine: Engine, **how: Any) -> set[int]:
+        await openai_of(engine).chat.completions.create(model="m", messages=ASKED, **how)
+        return {*engine.submitted[-1].params.stop_token_ids}
+
+    engine = engine_of(name, ANSWERS[name])
+    assert asyncio.run(run(engine)) == ends and len(ends) == 2
+    assert asyncio.run(run(engine, extra_body={"stop_token_ids": [7]})) == {7, *ends}
+    assert asyncio.run(run(engine, extra_body={"ignore_eos": True})) == set()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_answer_that_comes_back_has_the_tokens_that_were_sampled(name: str) -> None:
+    answers = RememberedAnswers(1 << 20, time.time)
+    memory = Memory(answers, ("tenant", None, None), b"")
+    tokenization = tokenization_of(name).of("", None, memory)
+    asked = [{"role": "user", "content": ["When?"]}]
+    how = {"tools": TOOLS, "enable_thinking": True}
+    prompt = tokenization.encode_chat(asked, how)
+    reply = Reply(
+        EngineRequest(params=SamplingParams()),
+        TOKENIZERS[name],
+        tokenization.reading(prompt, TOOLS),
+    )
+    ids = TOKENIZERS[name].encode(ANSWERS[name], add_special_tokens=False)
+    reply.read(TokenOutput(request_id="", token_ids=ids, finish_reason="stop"))
+    [call] = reply.calls
+    function = {"name": call.name, "arguments": json.loads(call.arguments)}
+    turn = {
+        "role": "assistant",
+        "content": [],
+        "reasoning_content": reply.thoughts,
+        "tool_calls": [{"id": "call_1", "function": function}],
+    }
+    result = {"role": "tool", "tool_call_id": "call_1", "content": ["12"]}
+    again = tokenization.encode_chat([*asked, turn, result], how).token_ids
+    assert again[: len(prompt.token_ids) + len(ids)] == [*prompt.token_ids, *ids]

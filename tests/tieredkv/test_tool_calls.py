@@ -10,6 +10,7 @@ from typing import Any, NoReturn, cast
 import anthropic
 import openai
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from tests.golden import refused, told
 from tieredkv.config import Settings
@@ -47,7 +48,9 @@ class Engine:
     """Stands in for the engine: it writes a text, a token at a time.
 
     Attributes:
-        prompts: the texts of the prompts that it was given.
+        tokenizer: of the model.
+        family: the name of the model's family.
+        submitted: the requests that it was given.
     """
 
     info = EngineInfo(
@@ -56,13 +59,25 @@ class Engine:
     is_alive, pid, stats = True, 1, dict[str, Any]()
     trouble: str | None = None
 
-    def __init__(self, text: str, finish_reason: str = "stop") -> None:
+    def __init__(
+        self,
+        text: str,
+        finish_reason: str = "stop",
+        tokenizer: PreTrainedTokenizerBase = TOKENIZER,
+        family: str = "hermes",
+    ) -> None:
         self._text, self._reason = text, finish_reason
-        self.prompts: list[str] = []
+        self.tokenizer, self.family = tokenizer, family
+        self.submitted: list[EngineRequest] = []
+
+    @property
+    def prompts(self) -> list[str]:
+        """The texts of the prompts that it was given."""
+        return [str(self.tokenizer.decode(it.prompt_token_ids)) for it in self.submitted]
 
     def submit(self, request: EngineRequest, take: Callable[[TokenOutput], None]) -> None:
-        self.prompts.append(str(TOKENIZER.decode(request.prompt_token_ids)))
-        token_ids = TOKENIZER.encode(self._text, add_special_tokens=False)
+        self.submitted.append(request)
+        token_ids = self.tokenizer.encode(self._text, add_special_tokens=False)
         usage = RequestUsage(prompt_tokens=len(request.prompt_token_ids))
 
         async def write() -> None:
@@ -87,7 +102,7 @@ class Engine:
 def api_of(engine: Engine, settings: Settings, keys: Keys | None = None) -> Api:
     """Return a server's routes over a stand-in for the engine."""
     keys = keys or Keys(settings=settings, is_strict=False, is_local=True)
-    tokenization = Tokenization(TOKENIZER, family=families()["hermes"])
+    tokenization = Tokenization(engine.tokenizer, family=families()[engine.family])
     api = Api(settings, cast(Any, engine), tokenization, keys)
     _made.append(api)
     return api

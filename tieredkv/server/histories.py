@@ -37,7 +37,8 @@ class Form(NamedTuple):
         arguments: how the arguments of a call are given.
         is_blank_none: whether a message of calls alone has no content, instead of an empty text.
         has_parts: whether contents are lists of parts, instead of texts.
-        splits_text: whether a text beside calls is given in a message of its own, before them.
+        splits_text: whether a text beside calls is given in a message of its own, before them; the
+            thoughts stay beside the calls.
         splits_calls: whether each of several calls is given in a message of its own, followed by
             its result.
         joins: whether messages in a row that have the same role and no calls become one.
@@ -110,11 +111,10 @@ class Form(NamedTuple):
             message = self._with_calls(message, calls)
             calls = message["tool_calls"]
             if self.splits_text and any(message["content"]):
-                text = {key: it for key, it in message.items() if key != "tool_calls"}
-                text.pop("thinking", None)
+                of_calls = ("tool_calls", "thinking", "reasoning_content")
+                text = {key: it for key, it in message.items() if key not in of_calls}
                 yield _Made(text, olds, parts)
-                rest = {key: it for key, it in message.items() if key != "reasoning_content"}
-                message, parts = {**rest, "content": []}, []
+                message, parts = {**message, "content": []}, []
             if not self.splits_calls or len(calls) == 1:
                 yield _Made(message, olds, parts)
                 continue
@@ -245,13 +245,24 @@ def find_form(render: Render, names: frozenset[str], family: Family | None = Non
         family: how the model writes messages.
     """
 
+    def rendered(form: Form, messages: Messages) -> str:
+        """Return a conversation as it is rendered; empty if the template refuses it."""
+        try:
+            return render(form.contents(form.shaped(messages, (), family)[0]))
+        except RequestError:
+            return ""
+
     def is_whole(form: Form, messages: Messages, *told: str) -> bool:
         """Return whether a conversation is rendered with all that it tells."""
-        try:
-            text = render(form.contents(form.shaped(messages, (), family)[0]))
-        except RequestError:
-            return False
+        text = rendered(form, messages)
         return all(each in text for each in told) and not any(each in text for each in _BROKEN)
+
+    def keeps_text(form: Form, messages: Messages) -> bool:
+        """Return whether a text beside a call is rendered, and before the result of the call."""
+        text = rendered(form, messages)
+        return is_whole(form, messages, *told, "Pry4answered") and (
+            text.find("Pry4answered") < text.find("Pry4result0")
+        )
 
     def first(form: Form, others: Sequence[Form], messages: Messages, *told: str) -> Form:
         """Return the first form in which a conversation is whole; if there is none, the first."""
@@ -275,10 +286,10 @@ def find_form(render: Render, names: frozenset[str], family: Family | None = Non
     values = [f"Pry4{what}{i}" for i in (0, 1) for what in ("value", "result")]
     form = first(form, [form._replace(splits_calls=True)], twice, *values)
     beside = [_ASKED, {**_calling(0), **_ANSWERED}, _result(0)]
-    told.append("Pry4answered")
-    if not is_whole(form, beside, *told):
-        end = [{**_ANSWERED, "content": ["End."]}, _ASKED]
-        form = first(form, [form._replace(splits_text=True)], [*beside, *end], *told)
+    if not keeps_text(form, beside):
+        beside += [{**_ANSWERED, "content": ["End."]}, _ASKED]
+        forms = [form, form._replace(splits_text=True)]
+        form = next((it for it in forms if keeps_text(it, beside)), form)
     joining = form._replace(joins=True)
     again = {"role": "user", "content": ["Pry4again"]}
     form = first(form, [joining], [_ASKED, again], "Pry4asked", "Pry4again")
