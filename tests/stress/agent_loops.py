@@ -62,6 +62,7 @@ _DEEPSEEK_END = f"<{_BAR}end\u2581of\u2581sentence{_BAR}>"
 ENDS = {
     "llama3": ("<|eot_id|>", "<|eot_id|>"),
     "gpt-oss": ("<|call|>", "<|return|>"),
+    "gemma-4": ("<|tool_response>", "<turn|>"),
     "glm": ("<|observation|>", "<|user|>"),
     "deepseek-v3": (_DEEPSEEK_END, _DEEPSEEK_END),
     "deepseek-v3.1": (_DEEPSEEK_END, _DEEPSEEK_END),
@@ -74,7 +75,7 @@ ENDS = {
 
 _TOKENS = re.compile(
     rf"<\|[\w\s:/.]{{1,40}}\|>|<{_BAR}[^{_BAR}<>]{{1,40}}{_BAR}>|</?think>|</?seed:\w+>"
-    r"|\[/?[A-Z]+(?:_[A-Z]+)?\]|\]~!?b[\]\[]|\[e~\["
+    r"|<\|\w{1,40}>|<\w{1,40}\|>|<\|\"\|>|\[/?[A-Z]+(?:_[A-Z]+)?\]|\]~!?b[\]\[]|\[e~\["
 )
 """Finds the names of tokens in a chat template."""
 
