@@ -91,6 +91,11 @@ HARMONY = {
     "no channel": ("<|message|>Hi.<|return|>", ("", "Hi.", [])),
     "no header": ("Hi.<|return|>", ("", "Hi.", [])),
     "a header that is cut": (f"{THOUGHT}{END}{START}<|channel|>fin", ("Hmm.", "", [])),
+    "a header that is none": (
+        "<|channel|>, <|start|>a! <|constrain|>b<|message|>Hi.<|return|>",
+        ("", ", a! bHi.", []),
+    ),
+    "a header cut in a token": (f"{THOUGHT}{END}{START}<|channel|>final<|mess", ("Hmm.", "", [])),
     "a message of the user": (f"{FINAL}{END}<|start|>user<|message|>", ("", "Hi.", [])),
     "a result": (
         f'{CALL}<|start|>functions.now to=assistant<|channel|>commentary<|message|>"9"{END}',
@@ -118,6 +123,7 @@ GEMMA = {
     ),
     "such a text elsewhere": (f"{GEMMA_THOUGHT}a call:now{{}}", ("Hmm.", "a call:now{}", [])),
     "an unknown channel": ("<|channel>final\nHi.<turn|>", ("", "Hi.", [])),
+    "a channel without a name": ("<|channel>So, it is.<|channel>", ("", "So, it is.", [])),
     "a channel that is cut": ("<|channel>", ("", "", [])),
     "a channel that did not begin": ("Hi.<channel|> More.<turn|>", ("", "Hi. More.", [])),
     "a text beside calls": (
