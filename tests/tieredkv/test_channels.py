@@ -445,6 +445,19 @@ def test_the_tokens_that_end_an_answer_are_known_without_the_checkpoint(name: st
     assert asyncio.run(run(engine, extra_body={"ignore_eos": True})) == set()
 
 
+def test_special_tokens_within_a_call_are_read() -> None:
+    written, told = GEMMA["all kinds of values"]
+    tokenization = tokenization_of("gemma-4")
+    prompt = tokenization.encode_chat([{"role": "user", "content": ["When?"]}], {})
+    reading = tokenization.reading(prompt, TOOLS)
+    reply = Reply(EngineRequest(params=SamplingParams()), TOKENIZERS["gemma-4"], reading)
+    for token_id in TOKENIZERS["gemma-4"].encode(written, add_special_tokens=False):
+        reply.read(TokenOutput(request_id="", token_ids=[token_id]))
+    reply.read(TokenOutput(request_id="", token_ids=[], finish_reason="stop"))
+    calls = [(it.name, json.loads(it.arguments)) for it in reply.calls]
+    assert (reply.thoughts, reply.content, calls) == told
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_an_answer_that_comes_back_has_the_tokens_that_were_sampled(name: str) -> None:
     answers = RememberedAnswers(1 << 20, time.time)
