@@ -2,9 +2,11 @@
 
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from tieredkv.cache.chain import BlockClaim, Chain
+from tieredkv.cache.tail import Tail, TailKind
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import EngineRequest
@@ -30,6 +32,20 @@ def max_cached_blocks(asked: EngineRequest, block_size: int) -> int:
     return (sys.maxsize if most_tokens is None else most_tokens) // block_size
 
 
+def tail_kinds(spec: KVSpec) -> list[TailKind]:
+    """Return what the pages of a block hold beside the first one."""
+    _, *kinds = spec.page_kinds
+    windows, parts = sorted({kind.window or 0 for kind in kinds}), Counter[int]()
+    num_parts, made = Counter(kind.window or 0 for kind in kinds), list[TailKind]()
+    for kind in kinds:
+        window = kind.window or 0
+        num_blocks = -(-(window - 1) // spec.block_size)
+        group = 1 + windows.index(window)
+        made.append(TailKind(num_blocks, group, parts[window], num_parts[window]))
+        parts[window] += 1
+    return made
+
+
 class Chains:
     """Makes the chains of one model's requests.
 
@@ -45,6 +61,7 @@ class Chains:
         self._fingerprint, self._clock = fingerprint, clock
         self._policies = settings.retention_policies()
         self._open_namespace = namespace_digest("", algo=settings.hash_algo)
+        self._tail_kinds = tail_kinds(spec)
 
     def make(self, asked: EngineRequest, token_ids: Sequence[int]) -> Chain:
         """Hash a prompt's full blocks that may be cached, in the tenant's own namespace."""
@@ -66,7 +83,32 @@ class Chains:
             yield
         told = packed[: len(hashes) * size] if self._is_announced(asked, namespace) else None
         claims = self._claims(asked)
-        return Chain(root, namespace, hashes, claims, max_blocks, told, read_ends)
+        chain = Chain(root, namespace, hashes, claims, max_blocks, told, read_ends)
+        if self._tail_kinds:
+            yield from self._add_tail(chain, len(packed))
+        return chain
+
+    def _add_tail(self, chain: Chain, num_tokens: int) -> Pieces[None]:
+        """Give a chain the further pages of its blocks, in pieces."""
+        num_kinds, size = len(self._tail_kinds), self._spec.block_size
+        claims = [claim._replace(end=claim.end * num_kinds) for claim in chain.claims]
+        tail = Tail(
+            chain.root,
+            chain.namespace,
+            [],
+            claims,
+            of=chain,
+            kinds=self._tail_kinds,
+            algo=self._settings.hash_algo,
+            most_end=max(0, num_tokens - 1) // size,
+            # Where the prompt ends, and where a client has said that others go on.
+            ends={len(chain.hashes), *(claim.end for claim in chain.claims[:-1])},
+        )
+        for some in cut(chain.hashes, PIECE_BLOCKS):
+            for block_hash in some:
+                tail.add_block(block_hash)
+            yield
+        chain.tail = tail
 
     def elsewhere(
         self, chain: Chain, token_ids: Sequence[int], roots: Mapping[BlockHash, bytes]

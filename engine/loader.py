@@ -99,8 +99,10 @@ class FoundModel:
 
     def kv_spec(self, block_size: int) -> KVSpec:
         """Return how this model's keys and values lie in blocks of `block_size` tokens."""
-        # NOTE: what a window hides is kept as well: the tiers know one kind of page so far.
-        layers = [layer._replace(window=None) for layer in own_layers(self.layers)]
+        layers = own_layers(self.layers)
+        if all(layer.window is not None for layer in layers):
+            # NOTE: where every layer has a window, what they hide is kept as well.
+            layers = [layer._replace(window=None) for layer in layers]
         return KVSpec(layers=layers, dtype=self.dtype, block_size=block_size)
 
     @property

@@ -6,6 +6,7 @@ Budgets are checked before anything is allocated.
 import contextlib
 import logging
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +21,12 @@ from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.rate_file import Machine, RateFile, disk_name
 from tieredkv.cache.requests import TieredCache
 from tieredkv.cache.settings import CacheSettings
+from tieredkv.cache.tail import SPARE_BLOCKS
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine.attention import early_bytes
+from tieredkv.engine.chains import tail_kinds
 from tieredkv.engine.disk_tier import DISK, TierKind
 from tieredkv.engine.event_publisher import EventPublisher
 from tieredkv.engine.loader import FoundModel, LoadedModel, find_model
@@ -34,6 +37,7 @@ from tieredkv.engine.scheduler import Scheduler
 from tieredkv.engine.step_plan import longest_chunk
 from tieredkv.engine.step_timer import StepTimer
 from tieredkv.errors import ConfigError
+from tieredkv.hashing import layout_of
 from tieredkv.kernels.copies import BlockCopier, register_pinned
 from tieredkv.operate.models import KnownModel
 from tieredkv.tier import BackingTier
@@ -45,6 +49,9 @@ logger = logging.getLogger(__name__)
 
 CPU_DEVICE_BYTES = 256 << 20
 """Memory for blocks where there is no GPU and the settings name no size."""
+
+CHUNK_SHARE = 1 / 8
+"""The most of VRAM that the pages of layers with windows take of the tokens of one step."""
 
 TIER: TierKind = DISK
 """What backs host memory where `disk_dir` is set."""
@@ -129,7 +136,8 @@ def build_parts(
         num_blocks = count_fitting_blocks(model, spec, limits, share)
         progress("profiling", 1, 1)
     pool = make_kv_pool(spec, num_blocks, device)
-    max_model_len = min(model.max_model_len, num_blocks * spec.block_size)
+    most_chunk, num_for_chains = share_blocks(spec, num_blocks)
+    max_model_len = min(model.max_model_len, num_for_chains * spec.block_size)
     runner = ModelRunner(model, pool, spec, limits._replace(max_context_len=max_model_len))
     device_blocks = pool.view(torch.uint8).view(num_blocks, spec.block_bytes)
     link = _make_link(spec, device_blocks, arena, stack, progress)
@@ -140,7 +148,7 @@ def build_parts(
         stack.callback(publisher.close)
         tiers.events.publish_to(publisher.publish)
     cache = TieredCache(tiers)
-    scheduler = make_scheduler(settings, cache, spec.block_size, device.type)
+    scheduler = make_scheduler(settings, cache, spec.block_size, device.type, most_chunk)
     timer = StepTimer(tiers.compute_rate, device)
     warm_up(runner, progress)
     time_steps(
@@ -181,6 +189,7 @@ def known_model(settings: Settings, model: LoadedModel, spec: KVSpec) -> KnownMo
         dtype=spec.dtype,
         block_size=spec.block_size,
         hash_algo=settings.hash_algo,
+        layout=layout_of(spec),
     )
 
 
@@ -221,17 +230,44 @@ def make_tiers(
 
 
 def make_scheduler(
-    settings: Settings, cache: TieredCache, block_size: int, device_type: str
+    settings: Settings,
+    cache: TieredCache,
+    block_size: int,
+    device_type: str,
+    most_chunk: int = sys.maxsize,
 ) -> Scheduler:
-    """Make the scheduler over this cache."""
+    """Make the scheduler over this cache, for steps of at most `most_chunk` tokens of prompts."""
+    num_batched_tokens = settings.resolve_max_num_batched_tokens(device_type)
+    num_alone_tokens = settings.resolve_max_num_alone_tokens(device_type)
     return Scheduler(
         cache=cache,
         block_size=block_size,
         max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.resolve_max_num_batched_tokens(device_type),
-        max_num_alone_tokens=settings.resolve_max_num_alone_tokens(device_type),
+        max_num_batched_tokens=min(num_batched_tokens, most_chunk),
+        max_num_alone_tokens=min(num_alone_tokens, most_chunk),
         hash_algo=settings.hash_algo,
     )
+
+
+def share_blocks(spec: KVSpec, num_blocks: int) -> tuple[int, int]:
+    """Share VRAM between the blocks of a chain and the pages of layers with windows.
+
+    Returns:
+        The most tokens of a step, and of how many blocks the longest chain is.
+
+    Raises:
+        ConfigError: not even a chain of one block fits.
+    """
+    kinds = tail_kinds(spec)
+    if not kinds:
+        return sys.maxsize, num_blocks
+    most_chunk = max(1, int(num_blocks * CHUNK_SHARE) // len(kinds))
+    num_held = max(kind.num_blocks for kind in kinds) + SPARE_BLOCKS + most_chunk + 2
+    if num_blocks <= num_held * len(kinds):
+        least, has = (num_held * len(kinds) + 1) * spec.block_bytes, num_blocks * spec.block_bytes
+        what = f"a request's pages of layers with windows take {format_bytes(least)} of VRAM"
+        raise ConfigError(f"{what}, and there are {format_bytes(has)}; raise `device_size`")
+    return most_chunk * spec.block_size, num_blocks - num_held * len(kinds)
 
 
 def _open_rate_file(folder: str, mark: str, tiers: Tiers, model: LoadedModel) -> RateFile | None:

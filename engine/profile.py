@@ -197,21 +197,24 @@ def check_paging(loaded: LoadedModel, kv_spec: KVSpec) -> None:
         ModelError: the logits differ.
     """
     num_tokens, num_blocks = 24, -(-24 // kv_spec.block_size)
-    pool = make_kv_pool(kv_spec, 2 * num_blocks, loaded.device).zero_()
+    num_kinds = len(kv_spec.page_kinds)
+    pool = make_kv_pool(kv_spec, 2 * num_kinds * num_blocks, loaded.device).zero_()
     limits = StepLimits(
         max_num_seqs=2, max_num_batched_tokens=num_tokens, max_context_len=num_tokens
     )
     runner = ModelRunner(loaded, pool, kv_spec, limits)
     draw = np.random.default_rng(0)
     ids, other = draw.integers(0, loaded.vocab_size, (2, num_tokens)).tolist()
-    table, beside = list(range(num_blocks)), list(range(num_blocks, 2 * num_blocks))
-    whole = runner.execute([BatchRow(ids, 0, table, all_logits=True)]).logits
+    pages = [list(range(i * num_blocks, (i + 1) * num_blocks)) for i in range(2 * num_kinds)]
+    (table, *tails), (beside, *beside_tails) = pages[:num_kinds], pages[num_kinds:]
+    alone = BatchRow(ids, 0, table, tail_tables=tails, all_logits=True)
+    whole = runner.execute([alone]).logits
     pool.zero_()
     parts = [
         runner.execute(
             [
-                BatchRow(other[start:end], start, beside, needs_logits=False),
-                BatchRow(ids[start:end], start, table, all_logits=True),
+                BatchRow(other[start:end], start, beside, beside_tails, needs_logits=False),
+                BatchRow(ids[start:end], start, table, tails, all_logits=True),
             ]
         ).logits
         for start, end in ((0, 11), (11, 12), (12, num_tokens))

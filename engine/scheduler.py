@@ -198,7 +198,9 @@ class Scheduler:
             if budget <= 0:
                 break
             is_preempted = not request.is_running  # by an earlier one of the step
-            if is_preempted or request.is_long_enough or not self._extend(request, step):
+            if is_preempted or request.is_long_enough:
+                continue
+            if not self._extend(request, step, budget):
                 continue
             num_added = step.add(request, budget)
             # A decode does not count against the budget, so that chunks beside it stay whole.
@@ -292,15 +294,28 @@ class Scheduler:
         if sorted(indices) != list(range(self.max_num_seqs)):
             raise IntegrityError("a request index is missing or used twice")
 
-    def _extend(self, request: Request, step: StepPlan) -> bool:
+    def _extend(self, request: Request, step: StepPlan, budget: int) -> bool:
         """Extend a request's table to its tokens; preempt other requests if no block is free.
+
+        Args:
+            request: that is running.
+            step: which it shall be part of.
+            budget: the most tokens that it gets.
 
         Returns:
             Whether it has room.
         """
-        num_blocks = -(-request.num_tokens // self.block_size)
-        while len(request.chain.blocks) < num_blocks:
-            found = self.cache.extend(request.chain, is_alone=len(self.running) == 1)
+        chain, num_blocks = request.chain, -(-request.num_tokens // self.block_size)
+        blocks = step.blocks_within(request, budget)
+        while True:
+            is_alone = len(self.running) == 1
+            is_short = len(chain.blocks) < num_blocks
+            if is_short:
+                found = self.cache.extend(chain, is_alone=is_alone)
+            else:
+                found = self.cache.hold(chain, *blocks, is_alone=is_alone)
+            if found and not is_short:
+                return True
             if found:
                 continue
             is_preempting = self._may_preempt and not found.is_coming
@@ -310,7 +325,6 @@ class Scheduler:
                 step.lacks_room |= not found.is_kept
                 return False
             self._preempt(victim)
-        return True
 
     def _plan(self) -> None:
         """Have the cache plan what to load for the requests that have prompts to compute."""
@@ -440,7 +454,9 @@ class Scheduler:
             chain.read_ends.append(request.num_computed_tokens // self.block_size)
         self.cache.release(chain)
         num_full = request.num_tokens // self.block_size
-        chain.hashes.extend(self._hash_behind(request, num_full))
+        chain.grow(self._hash_behind(request, num_full))
+        if chain.tail is not None:
+            chain.tail.most_end = (request.num_tokens - 1) // self.block_size
         request.touched_at = 0.0
         request.num_computed_tokens = 0
         request.overlaps.clear()

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.requests import TieredCache
+from tieredkv.cache.tail import Tail
 from tieredkv.engine.request import Request
 from tieredkv.engine.step_buffers import BatchRow
 
@@ -76,6 +77,8 @@ class StepPlan:
             How many tokens these are; 0 if there are none.
         """
         chain = request.chain
+        if chain.tail is not None:
+            return self._add_with_tail(request, chain.tail, budget)
         write_from = start = self._skip_ready(request)
         if start >= request.num_tokens:  # wholly cached, but for the last token's logits
             write_from = request.num_tokens
@@ -85,6 +88,44 @@ class StepPlan:
             end = self._end_before_others(chain, start, end)
         if end <= start:
             return 0
+        return self._add_row(request, start, end, write_from)
+
+    def _add_with_tail(self, request: Request, tail: Tail, budget: int) -> int:
+        """Do as `add` does for a model that has layers with windows.
+
+        No token can be left out for which its neighbours' windows are computed. Where blocks are
+        ready, only the pages of these layers are written.
+        """
+        chain, size, start = request.chain, self._block_size, request.num_computed_tokens
+        first = self._cache.next_start(chain, start // size)
+        if first * size > start:
+            if num_overlapping := start % size:
+                request.overlaps[start // size] = num_overlapping
+            request.num_computed_tokens = start = first * size
+        end = self._end_within(request, start, budget)
+        if (most := self._cache.compute_end(chain, first)) is not None:
+            end = min(end, most * size)
+        write_from, blocks = start, chain.blocks[: len(chain.hashes)]
+        is_ready = [block.is_ready for block in blocks[first : -(-end // size)]]
+        if end > start and is_ready[:1] == [True]:
+            num_ready = is_ready.index(False) if False in is_ready else len(is_ready)
+            write_from = end = min(end, (first + num_ready) * size)
+            for index in range(first, first + num_ready):
+                request.overlaps[index] = min(end, (index + 1) * size) - max(start, index * size)
+        else:
+            end = self._end_before_others(chain, start, end)
+        if end <= start or not self._cache.hold(chain, start // size, -(-end // size)):
+            return 0
+        return self._add_row(request, start, end, write_from)
+
+    def blocks_within(self, request: Request, budget: int) -> tuple[int, int]:
+        """Return the range of the blocks of which a request computes tokens with such a budget."""
+        start, size = request.num_computed_tokens, self._block_size
+        end = min(request.num_tokens, start + longest_chunk(max(budget, 1)))
+        return start // size, -(-end // size)
+
+    def _add_row(self, request: Request, start: int, end: int, write_from: int) -> int:
+        chain = request.chain
         if write_from == start:
             first, last = start // self._block_size, self._last_block(chain, end)
             self._claimed.update(block.block_id for block in chain.blocks[first:last])
@@ -93,6 +134,7 @@ class StepPlan:
             token_ids=request.token_ids[start:end],
             start=start,
             block_table=chain.block_ids,
+            tail_tables=chain.tail.tables if chain.tail is not None else (),
             write_from=write_from,
             needs_logits=end == request.num_tokens,
             all_logits=request.num_unscored_tokens > 0,

@@ -31,6 +31,7 @@ LAYOUT = "block-contiguous/1"
 
 MAX_SALT_CHARS = 128
 
+_TAG_PAGE = struct.pack("<BI", 0x40, 8)
 _TAG_PARENT = 0x20
 _TAG_TOKENS = 0x21
 
@@ -89,9 +90,10 @@ def tenant_digest(tenant: str, *, algo: HashAlgo = "sha256") -> bytes:
 
 
 def model_root(
-    fingerprint: bytes, kv: KVSpec, namespace: bytes, *, algo: HashAlgo, layout: str = LAYOUT
+    fingerprint: bytes, kv: KVSpec, namespace: bytes, *, algo: HashAlgo, layout: str | None = None
 ) -> BlockHash:
     """Return the root, which is the parent of every chain's first block; there is only one rank."""
+    layout = layout or layout_of(kv)
     model: _Fields = {0x10: fingerprint, 0x11: kv.dtype, 0x12: layout, 0x13: kv.block_size}
     rank: _Fields = {0x14: 0, 0x15: 1}  # the rank's number, and the number of ranks
     return BlockHash(_digest(algo, b"root", {**model, **rank, 0x16: namespace}))
@@ -105,17 +107,20 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
         dtype: of keys and values.
         block_size: tokens a block.
         hash_algo: which hash names its blocks.
+        layout: of its pages.
     """
 
     fingerprint: str
     dtype: str
     block_size: int
     hash_algo: HashAlgo
+    layout: str = LAYOUT
 
     def root(self, namespace: bytes) -> BlockHash:
         """Return the root of this model's chains in a namespace."""
         spec = KVSpec(layers=(), dtype=self.dtype, block_size=self.block_size)
-        return model_root(bytes.fromhex(self.fingerprint), spec, namespace, algo=self.hash_algo)
+        fingerprint, algo = bytes.fromhex(self.fingerprint), self.hash_algo
+        return model_root(fingerprint, spec, namespace, algo=algo, layout=self.layout)
 
 
 def chain_hashes(
@@ -145,6 +150,19 @@ def chain_hashes(
         before_parent = before_digest
         hashes.append(digest)
     return cast(list[BlockHash], hashes)
+
+
+def page_hash(block_hash: BlockHash, group: int, part: int, *, algo: HashAlgo) -> BlockHash:
+    """Return the hash of a further page of a block, which belongs to a group of layers."""
+    told = struct.pack("<BI", _TAG_PARENT, len(block_hash)) + block_hash
+    return BlockHash(_hasher(algo)(told + _TAG_PAGE + struct.pack("<II", group, part)).digest())
+
+
+def layout_of(kv: KVSpec) -> str:
+    """Return how keys and values lie in pages, as far as the model itself does not decide it."""
+    _, *others = kv.page_kinds
+    windows = [kind.window for kind in others]
+    return f"{LAYOUT} windows {windows}" if windows else LAYOUT
 
 
 def num_shared(some: Sequence[BlockHash], others: Sequence[BlockHash]) -> int:

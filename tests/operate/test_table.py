@@ -77,6 +77,7 @@ def expected(entry: Located) -> tuple[object, ...]:
         BlockKind(it.root, it.namespace, it.retention),
         *(it.position, it.size_bytes, entry.payload_bytes, it.hits),
         *(it.computed_at, it.expires_at, it.last_used),
+        it.kind,
         TIER_BITS[Tier.DISK],
     )
 

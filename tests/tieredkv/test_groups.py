@@ -8,9 +8,8 @@ keys anywhere give wrong keys behind them.
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredkv.cache.chain import Chain
 from tieredkv.cache.groups import PREFIX, KVGroup, hit_end
-from tieredkv.cache.row import State
+from tieredkv.cache.row import Row, State
 from tieredkv.types import BlockHash
 
 TAIL = KVGroup(tail_blocks=2)
@@ -43,11 +42,6 @@ class FakeModel:
         return [(keys[0][index], keys[1][index]) for index in range(len(tokens))]
 
 
-def chain_of(tokens: list[int]) -> Chain:
-    hashes = [BlockHash(bytes(tokens[: end + 1])) for end in range(len(tokens))]
-    return Chain(BlockHash(b"root"), b"ns", hashes, [], groups=GROUPS)
-
-
 @given(
     prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=8), min_size=1, max_size=6),
     evictions=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 40)), max_size=40),
@@ -57,30 +51,30 @@ def test_requests_find_the_largest_hit_that_both_layers_can_continue_from(
 ) -> None:
     model, stored = FakeModel(), [dict[BlockHash, int](), dict[BlockHash, int]()]
     for tokens in prompts:
-        chain, cold = chain_of(tokens), model.cold(tokens)
+        hashes = [BlockHash(bytes(tokens[: end + 1])) for end in range(len(tokens))]
+        rows, cold = [Row(len(tokens)) for _ in GROUPS], model.cold(tokens)
         missing = [
-            [index for index, each in enumerate(chain.hashes) if each not in layer]
-            for layer in stored
+            [index for index, each in enumerate(hashes) if each not in layer] for layer in stored
         ]
-        end = chain.hit_end(missing)
+        end = hit_end(GROUPS, missing, range(len(tokens) + 1))
         keys: list[dict[int, int]] = [{}, {}]
-        for group, row, layer, made in zip(GROUPS, chain.rows, stored, keys, strict=True):
+        for group, row, layer, made in zip(GROUPS, rows, stored, keys, strict=True):
             for index in group.needs(end):
                 row.find(index, State.FOUND)
-                made[index] = layer[chain.hashes[index]]
+                made[index] = layer[hashes[index]]
         for larger in range(end + 1, len(tokens) + 1):
             needed = [{*group.needs(larger)} for group in GROUPS]
             assert any(a & {*b} for a, b in zip(needed, missing, strict=True)), "a larger hit"
         for index in range(end, len(tokens)):
             made_now = model.compute(index, tokens[index], keys)
             assert made_now == cold[index]
-            for row, layer, made, one in zip(chain.rows, stored, keys, made_now, strict=True):
+            for row, layer, made, one in zip(rows, stored, keys, made_now, strict=True):
                 row.compute([index])
-                made[index] = layer[chain.hashes[index]] = one
-        full, tail = chain.rows
+                made[index] = layer[hashes[index]] = one
+        full, tail = rows
         assert [*full.indices(State.FOUND)] == [*range(end)]
         assert [*tail.indices(State.FOUND)] == [*range(max(0, end - 2), end)]
-        computed = [[*row.indices(State.COMPUTED)] for row in chain.rows]
+        computed = [[*row.indices(State.COMPUTED)] for row in rows]
         assert computed == [[*range(end, len(tokens))]] * 2
         while evictions and stored[0]:
             which, number = evictions.pop()
@@ -100,10 +94,3 @@ def test_a_layer_with_a_window_needs_the_last_blocks_only() -> None:
 def test_only_given_ends_count_and_without_any_nothing_is_found() -> None:
     assert hit_end([PREFIX], [[3]], [1, 4]) == 1
     assert hit_end([PREFIX], [[]], []) == 0
-
-
-def test_where_all_layers_attend_to_all_tokens_a_chain_may_have_holes() -> None:
-    chain = Chain(BlockHash(b"root"), b"ns", [BlockHash(b"a"), BlockHash(b"b")], [])
-    assert chain.hit_end([[0]]) == 2
-    chain.read_ends = [0, 1, 2]
-    assert chain.hit_end([[1]]) == 1

@@ -38,6 +38,7 @@ class Entry(msgspec.Struct, gc=False):
             was given up.
         refusal: why the store last refused the block; empty if it did not.
         hits: how many requests found the block, without the one that computed it.
+        kind, part, num_parts: see `BlockRecord`.
         queued_second: when the entry is examined next, in seconds since the epoch.
     """
 
@@ -54,6 +55,9 @@ class Entry(msgspec.Struct, gc=False):
     is_droppable: bool = False
     refusal: str = ""
     hits: int = 0
+    kind: int = 0
+    part: int = 0
+    num_parts: int = 1
     queued_second: int = _NEVER
 
     @property
@@ -326,6 +330,9 @@ class Catalog:
             pinned_until=life.pinned_until,
             disk_expires_at=life.expires_at,
             hits=life.hits,
+            kind=lent.kind,
+            part=lent.part,
+            num_parts=lent.num_parts,
         )
 
     def claim(

@@ -5,14 +5,16 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tieredkv.cache.block import Block
-from tieredkv.cache.groups import PREFIX, KVGroup, hit_end
 from tieredkv.cache.miss_reasons import COMPUTED_SOONER
 from tieredkv.cache.row import Row, State
 from tieredkv.errors import IntegrityError
 from tieredkv.types import TENANT_BYTES, BlockHash, Tier
+
+if TYPE_CHECKING:
+    from tieredkv.cache.tail import Tail
 
 
 class BlockClaim(NamedTuple):
@@ -29,6 +31,16 @@ class BlockClaim(NamedTuple):
     pinned_until: float = 0.0
 
 
+class PageIdentity(NamedTuple):
+    """What a page of a chain is, besides its own hash; see `BlockRecord`."""
+
+    parent_hash: BlockHash
+    position: int
+    kind: int = 0
+    part: int = 0
+    num_parts: int = 1
+
+
 @dataclass(slots=True, eq=False)
 class Chain:
     """One request's chain of full blocks, and what it holds in the tiers.
@@ -41,12 +53,12 @@ class Chain:
         read_ends: numbers of blocks at which a hit may end; None if it may end anywhere.
         blocks: the block table, empty before admission; the first `len(hashes)` are the chain.
         block_ids: the ids of `blocks`, as a model takes them.
-        groups: of the model's layers, by what a hit needs of them.
-        rows: for each group the state of each full block.
+        row: the state of each full block.
         disk_until: until when the disk has each block, in seconds, as was known when the request
             came or was admitted; 0 of blocks that it does not have, and of all if RAM had them all.
         num_present: if `read_ends` are given, how many blocks of the head were in the tiers.
         prefetched: blocks that were read from disk for it while it waits; they are evicted last.
+        tail: the further pages of its blocks, of a model that has layers with windows.
     """
 
     root: BlockHash
@@ -58,19 +70,14 @@ class Chain:
     read_ends: list[int] | None = None
     blocks: list[Block] = field(default_factory=list)
     block_ids: "array[int]" = field(default_factory=lambda: array("i"))
-    groups: Sequence[KVGroup] = (PREFIX,)
-    rows: list[Row] = field(init=False)
+    row: Row = field(init=False)
     disk_until: list[int] = field(default_factory=list)
     num_present: int = 0
     prefetched: list[BlockHash] = field(default_factory=list)
+    tail: "Tail | None" = None
 
     def __post_init__(self) -> None:
-        self.rows = [Row(len(self.hashes)) for _ in self.groups]
-
-    @property
-    def row(self) -> Row:
-        """The states of the blocks of the first group, the only one that is served yet."""
-        return self.rows[0]
+        self.row = Row(len(self.hashes))
 
     @property
     def tenant(self) -> bytes:
@@ -119,8 +126,8 @@ class Chain:
     def check(self) -> None:
         """Raise IntegrityError if a state of an admitted request contradicts its block or page."""
         row = self.row
-        if any(len(each) != len(self.hashes) for each in self.rows):
-            raise IntegrityError(f"{len(self.hashes)} blocks have {[*map(len, self.rows)]} states")
+        if len(row) != len(self.hashes):
+            raise IntegrityError(f"{len(self.hashes)} blocks have {len(row)} states")
         if not row.pages.keys() >= {*row.indices(State.AT_HOST)}:
             raise IntegrityError("a block is at the host, but the request holds no page of it")
         if any(page.ref_count < 1 for page in row.pages.values()):
@@ -137,19 +144,16 @@ class Chain:
             if (is_there and not block.is_ready) or (state is State.COMING and block.is_open):
                 raise IntegrityError(f"{block} is {state.name} for a request")
 
-    def hit_end(self, missing: Sequence[Sequence[int]]) -> int:
-        """Return where a hit ends.
+    def grow(self, hashes: Iterable[BlockHash]) -> None:
+        """Add the hashes of blocks that generated tokens have filled."""
+        for block_hash in hashes:
+            self.hashes.append(block_hash)
+            if self.tail is not None:
+                self.tail.add_block(block_hash)
 
-        Where every layer attends to all tokens and a hit may end anywhere, this is the end of the
-        chain: blocks that are missing before it are computed.
-
-        Args:
-            missing: for each group the blocks that no tier has, ascending.
-        """
-        if self.read_ends is None and all(group is PREFIX for group in self.groups):
-            return len(self.hashes)
-        ends = range(len(self.hashes) + 1) if self.read_ends is None else self.read_ends
-        return hit_end(self.groups, missing, ends)
+    def identity(self, index: int) -> PageIdentity:
+        """Return what a page of the chain is, besides its hash."""
+        return PageIdentity(self.hashes[index - 1] if index else self.root, index)
 
     def computed_sooner(self, indices: Iterable[int]) -> list[int]:
         """Return which blocks were computed though a slower tier had them, to have them sooner."""

@@ -2,7 +2,7 @@
 
 Layers whose keys and values a hit needs alike form a group. A layer that attends to all tokens
 needs those of every block before the end of the hit. A layer with a sliding window needs those of
-the last blocks only. Each chain has a row of states for each group of its model.
+the last blocks only.
 """
 
 from bisect import bisect_left
@@ -46,4 +46,4 @@ def hit_end(
             for lacking, needed in zip(missing, (it.needs(end) for it in groups), strict=True)
         )
 
-    return max(filter(is_met, ends), default=0)
+    return next(filter(is_met, sorted(ends, reverse=True)), 0)

@@ -5,14 +5,17 @@ Called by the engine's thread only.
 
 import sys
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tieredkv.cache.block import Block
 from tieredkv.cache.chain import Chain
+from tieredkv.cache.groups import PREFIX, hit_end
 from tieredkv.cache.lookups import Lookups
 from tieredkv.cache.miss_reasons import MissReason
 from tieredkv.cache.recalls import Recalls
 from tieredkv.cache.row import LOADABLE, State
+from tieredkv.cache.tail import Tail
+from tieredkv.cache.tails import Tails
 from tieredkv.cache.tiers import Tiers
 from tieredkv.types import BlockHash, Tier
 
@@ -30,10 +33,12 @@ class Hits:
         tiers: the tiers.
         recalls: take what slower tiers have.
         lookups: what the disk has answered.
+        tails: the further pages of blocks.
     """
 
-    def __init__(self, tiers: Tiers, recalls: Recalls, lookups: Lookups) -> None:
+    def __init__(self, tiers: Tiers, recalls: Recalls, lookups: Lookups, tails: Tails) -> None:
         self._tiers, self._recalls, self._lookups = tiers, recalls, lookups
+        self._tails = tails
 
     def look(self, chain: Chain) -> list[BlockHash]:
         """Note which blocks of a queued request's chain the disk has; return those RAM lacks.
@@ -70,10 +75,11 @@ class Hits:
     def readable(self, chain: Chain) -> list[BlockHash]:
         """Return the head of a chain that may be a hit: up to the last of `read_ends` in the tiers.
 
-        Without `read_ends` this is the whole chain. Blocks that are being computed or loaded for
+        Without `read_ends` this is the whole chain, or where layers have windows, what is before
+        the last place with the pages that these need. Blocks that are being computed or loaded for
         other requests count as present.
         """
-        if chain.read_ends is None:
+        if chain.read_ends is None and chain.tail is None:
             return chain.hashes
         tiers, hashes = self._tiers, chain.hashes
         missing = tiers.device.missing(hashes)
@@ -82,7 +88,13 @@ class Hits:
             missing = [each for each in tiers.host.missing(missing) if each not in on_disk]
         num_found = chain.num_present = hashes.index(missing[0]) if missing else len(hashes)
         # What is missing behind the first block that is missing changes no end of a hit.
-        return hashes[: chain.hit_end([range(num_found, sys.maxsize)])]
+        ends = range(num_found + 1) if chain.read_ends is None else chain.read_ends
+        groups, lacking = [PREFIX], list[Sequence[int]]([range(num_found, sys.maxsize)])
+        if chain.tail is not None:
+            groups.append(chain.tail.group)
+            lacking.append(self._tails.lacks(chain.tail, num_found))
+            ends = [end for end in ends if end <= chain.tail.most_end]
+        return hashes[: hit_end(groups, lacking, ends)]
 
     def num_held(self, chain: Chain) -> int:
         """Return how many blocks at the head of a chain need no computing, by and large.
@@ -126,13 +138,33 @@ class Hits:
         Fresh blocks are filled from the fastest tier that has their bytes, if any has. Blocks
         behind `found`, which may not be hits, are computed.
         """
-        tiers, tenant, blocks, until = self._tiers, chain.tenant, chain.blocks, chain.disk_until
+        chain.blocks, end = self._fill(chain, found, fresh, 0)
+        for block_hash in chain.hashes[len(found) :]:
+            chain.blocks.append(next(fresh))
+            # Where the hash is known, the block stays private.
+            self._tiers.device.insert(chain.blocks[-1], block_hash, chain.tenant)
+        self._recalls.want(chain, end=end)
+
+    def take_pages(self, tail: Tail, found: list[Block | None], fresh: Iterator[Block]) -> None:
+        """Do as `take` does for the pages of layers with windows that a hit needs."""
+        first = tail.needed(tail.hit_end).start
+        pages, end = self._fill(tail, found, fresh, first)
+        for index, page in enumerate(pages, first):
+            tail.hold(index, page)
+        self._recalls.want(tail, end=end, loads_all=True)
+
+    def _fill(
+        self, chain: Chain, found: list[Block | None], fresh: Iterator[Block], first: int
+    ) -> tuple[list[Block], int]:
+        """Return the blocks from `first` on, and the index behind the last that is not there."""
+        tiers, tenant, until, blocks = self._tiers, chain.tenant, chain.disk_until, list[Block]()
         end, now, is_awaited = 0, tiers.clock.now(), tiers.disk_link.is_awaited
         coming = {*chain.row.indices(State.COMING)}  # while the request waited for room
         states = bytearray([_COMPUTE]) * len(chain.hashes)
-        hashes = chain.hashes[: len(found)]
+        hashes = chain.hashes[first : first + len(found)]
         pages = tiers.host.find(hashes) if tiers.can_load else [None] * len(found)
-        for index, (block, block_hash, page) in enumerate(zip(found, hashes, pages, strict=True)):
+        asked = zip(found, hashes, pages, strict=True)
+        for index, (block, block_hash, page) in enumerate(asked, first):
             state = _COMPUTE
             if block is not None:
                 if block.is_ready and index not in coming:
@@ -155,17 +187,15 @@ class Hits:
                 end = end if block.is_ready else index + 1
             blocks.append(block)
         chain.row.begin(states)
-        for block_hash in chain.hashes[len(found) :]:
-            blocks.append(next(fresh))
-            # Where the hash is known, the block stays private.
-            tiers.device.insert(blocks[-1], block_hash, tenant)
-        self._recalls.want(chain, end=end)
+        return blocks, end
 
     def why_missed(self, chain: Chain, index: int) -> MissReason:
         """Return why a block of an admitted request had to be computed."""
         tiers, block_hash = self._tiers, chain.hashes[index]
         if (why := chain.row.why_computed.get(index)) is not None:
             return why
+        if index < chain.num_present and chain.tail is not None:
+            return "no_anchor"
         if index < chain.num_present:
             if 0 not in (chain.read_ends or ()) or chain.num_present == len(chain.hashes):
                 return "behind_lookback"

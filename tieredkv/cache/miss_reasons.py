@@ -23,6 +23,7 @@ MissReason = Literal[
     "load_failed",
     "loads_off",
     "behind_lookback",
+    "no_anchor",
     "computed_sooner",
 ]
 """Why a block is computed.
@@ -38,6 +39,7 @@ MissReason = Literal[
     load_failed      the disk could not read it, or the store's worker ended meanwhile
     loads_off        host memory has it, but `restore` is `compute`
     behind_lookback  it is there, but no hit may end so far back
+    no_anchor        it is there, but not what the windows of the next token reach
     computed_sooner  a slower tier has it, but computing it was faster
 """
 

@@ -429,10 +429,9 @@ class Promoter:
             page_id=pages[0].block_id,
             block_hash=block_hash,
             root=chain.root,
-            parent_hash=chain.hashes[index - 1] if index else chain.root,
-            position=index,
             namespace=chain.namespace,
             size_bytes=self._tiers.payload_bytes,
+            **chain.identity(index)._asdict(),
         )
         self._disk_link.read(lent, chain.disk_until[index], pages[0], now, self._tiers.clock.now())
         if not is_admitted:

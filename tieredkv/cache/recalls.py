@@ -134,7 +134,7 @@ class Recalls:
 
     # Requests
 
-    def want(self, chain: Chain, *, end: int) -> None:
+    def want(self, chain: Chain, *, end: int, loads_all: bool = False) -> None:
         """Recall blocks of an admitted request, or prefetch those of a queued one.
 
         Without any block to wait for, the request has no recall any more.
@@ -142,6 +142,7 @@ class Recalls:
         Args:
             chain: of the request; its row tells what can be loaded.
             end: index behind the last block that is missing, here or in a recall that it shares.
+            loads_all: whether all blocks are left to the links, whatever the plan.
         """
         if chain in self._recalls:  # of the request while it was queued
             self.order.remove(self._recalls.pop(chain))
@@ -149,6 +150,8 @@ class Recalls:
             return
         timeout_s = self._tiers.settings.load_timeout_s if chain.blocks else float("inf")
         recall = Recall(chain, end, give_up_at=time.monotonic() + timeout_s)
+        if loads_all:
+            recall.split = recall.host_split = 0
         self._recalls[chain] = recall
         self.order.append(recall)
         if recall.is_admitted:
@@ -204,7 +207,8 @@ class Recalls:
             requests: all admitted requests that have tokens of their prompts to compute, and the
                 next queued ones, in the order of service.
         """
-        needy = {chain for chain, _, _ in requests}
+        needy: set[Chain] = {chain for chain, _, _ in requests}
+        needy |= {chain.tail for chain in needy if chain.tail is not None}
         for chain in self.chains:
             if self._recalls[chain].is_admitted and chain not in needy:
                 self.forget(chain)
@@ -212,6 +216,9 @@ class Recalls:
         demands: list[tuple[Demand, Recall | None]] = []
         planned: list[Recall] = []
         for chain, num_computed, num_tokens in requests:
+            if chain.tail is not None and (recall := self._recalls.get(chain.tail)) is not None:
+                self._tidy(recall, 0)
+                planned.append(recall)  # first, since nothing goes on without these pages
             if (recall := self._recalls.get(chain)) is not None:
                 self._tidy(recall, num_computed // size)
             shared = (num_shared(chain.hashes, each.chain.hashes) for each in planned)
@@ -238,6 +245,12 @@ class Recalls:
             splits.append(planner.split(demand))
             if recall is not None:
                 recall.split, recall.host_split = splits[-1].block, splits[-1].steady_block
+                if (tail := recall.chain.tail) is not None and recall.split < tail.hit_end:
+                    # What is computed ends before the pages of windows that are loaded.
+                    most = max(0, tail.hit_end - tail.num_needed)
+                    recall.split, recall.host_split = (
+                        min(each, most) for each in (recall.split, recall.host_split)
+                    )
                 recall.due_at = now + splits[-1].load_s
                 if self._tiers.settings.restore == "load":
                     recall.split = recall.host_split = recall.first

@@ -21,7 +21,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tieredkv.cache.block import begin_compute
+from tieredkv.cache.block import Block, begin_compute
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.demotion import Demoter
@@ -38,6 +38,8 @@ from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.recalls import RequestProgress
 from tieredkv.cache.room import Room
 from tieredkv.cache.row import State
+from tieredkv.cache.tail import Tail
+from tieredkv.cache.tails import Tails
 from tieredkv.cache.tiers import Tiers
 from tieredkv.cache.touches import Touches
 from tieredkv.errors import IntegrityError
@@ -97,7 +99,8 @@ class TieredCache:
         self._touches = Touches(tiers, self._demoter, self._lives)
         self._drainer = Drainer(tiers, self._demoter, self.poll)
         self._lookups = Lookups(tiers, self._use_answer)
-        self._hits = Hits(tiers, self._recalls, self._lookups)
+        self._tails = Tails(tiers, self._recalls)
+        self._hits = Hits(tiers, self._recalls, self._lookups, self._tails)
         self._expiry = Expiry(tiers)
         self._room = Room(tiers, self._promoter, self._demoter, self._hits.readable, self.poll)
         self.operations = Operations(tiers, self._promoter, self._demoter, self._departures)
@@ -117,6 +120,8 @@ class TieredCache:
         self._tiers.shares.note_request(chain.tenant)
         missing = self._hits.begin(chain)
         self._ask(chain, missing)
+        if chain.tail is not None:
+            self._ask(chain.tail, self._hits.begin(chain.tail))
         self._want(chain, missing)
 
     def _ask(self, chain: Chain, missing: Collection[BlockHash]) -> None:
@@ -128,7 +133,8 @@ class TieredCache:
     def _use_answer(self, chain: Chain, found: Collection[BlockHash]) -> None:
         """Note what may be prefetched of what the disk has found and not dropped since."""
         chain.disk_until = self._hits.until(chain)
-        self._want(chain, found)
+        if not isinstance(chain, Tail):  # which is loaded when the request is admitted
+            self._want(chain, found)
 
     def _want(self, chain: Chain, candidates: Collection[BlockHash]) -> None:
         """Note which of these blocks of a queued request's chain may be prefetched from disk."""
@@ -157,7 +163,8 @@ class TieredCache:
 
     def is_settled(self, chain: Chain) -> bool:
         """Return whether the disk has told what it has of a chain, or need not be waited for."""
-        return self._lookups.is_settled(chain)
+        is_settled = self._lookups.is_settled(chain)
+        return is_settled and (chain.tail is None or self._lookups.is_settled(chain.tail))
 
     def num_held(self, chain: Chain) -> int:
         """Return how many blocks at the head of a chain need no computing; see `Hits`."""
@@ -202,20 +209,31 @@ class TieredCache:
         missing = self._hits.look(chain)
         self._announce(chain)
         self._ask(chain, missing)
-        if not self._lookups.is_settled(chain):
+        if (tail := chain.tail) is not None:
+            self._ask(tail, self._hits.look(tail))
+        if not self.is_settled(chain):
             return self._refusal(chain)
         self._expiry.drop_among(chain.hashes)
         known = device.find(self._hits.readable(chain))
         found = [block for block in known if block is not None]
-        self._tiers.acquire(found)
-        num_fresh = num_blocks - len(found)
+        pages = list[Block | None]()
+        if tail is not None:
+            self._expiry.drop_among(tail.hashes)
+            pages = self._tails.find(tail, len(known))
+        found_pages = [page for page in pages if page is not None]
+        self._tiers.acquire(found + found_pages)
+        num_fresh = num_blocks - len(found) + len(pages) - len(found_pages)
         fresh = self._room.allocate(chain, num_fresh, is_alone, makes_room=makes_room)
         if fresh is None:
-            device.release(found[::-1])
+            device.release(found_pages[::-1] + found[::-1])
             self._room.note_refused(chain, num_blocks, is_alone)
             self._want(chain, missing)  # some of it may have left RAM since the request came
             return self._refusal(chain)
         rest = iter(fresh)
+        if tail is not None:
+            tail.begin(len(known), num_blocks)
+            self._hits.take_pages(tail, pages, rest)
+            self._admitted[tail] = None
         is_whole = len(found) == len(chain.hashes) and chain.row.first(State.COMING) < 0
         if is_whole and all(block.is_ready for block in found):
             chain.blocks = found
@@ -238,6 +256,28 @@ class TieredCache:
         chain.blocks.extend(fresh)
         chain.block_ids.append(fresh[0].block_id)
         return GRANTED
+
+    def hold(self, chain: Chain, first: int, end: int, *, is_alone: bool = False) -> Admission:
+        """Have a request hold the further pages of the blocks `[first, end)`, to compute them."""
+        if (tail := chain.tail) is None or not (lacking := self._tails.lacking(tail, first, end)):
+            return GRANTED
+        fresh = self._room.allocate(chain, len(lacking), is_alone)
+        if fresh is None:
+            return self._refusal(chain)
+        for index, page in zip(lacking, fresh, strict=True):
+            tail.hold(index, page)
+        return GRANTED
+
+    def next_start(self, chain: Chain, first: int) -> int:
+        """Return behind how many blocks a request with windows goes on; see `Tails`."""
+        start = self._tails.next_start(chain, first)
+        if start > first and chain.tail is not None:
+            self._recalls.forget(chain.tail)
+        return start
+
+    def compute_end(self, chain: Chain, first: int) -> int | None:
+        """Return the end of the blocks that may be computed from `first` on; see `Tails`."""
+        return self._tails.compute_end(chain, first)
 
     def _refusal(self, chain: Chain) -> Admission:
         return Admission(False, self._room.is_waiting(chain), self._room.is_kept_from(chain))
@@ -275,8 +315,14 @@ class TieredCache:
         if has_rest and last < len(hashes):
             self.begin_compute(chain, last, last + 1)
         computed = [index for index in range(first, last) if not blocks[index].is_ready]
-        if not computed:
-            return
+        if computed:
+            self._publish(chain, computed)
+        if (tail := chain.tail) is not None:
+            self._publish_pages(tail, [*self._tails.complete(tail, last)])
+            self._tails.pass_by(tail)
+
+    def _publish(self, chain: Chain, computed: Sequence[int]) -> None:
+        blocks, hashes = chain.blocks, chain.hashes
         chain.row.compute(computed)
         num_steps = self._tiers.device_link.num_steps
         for index in computed:
@@ -303,14 +349,25 @@ class TieredCache:
             for claim, part in chain.by_claim(hashed)
             for index in part
         ]
-        beside = self._find_beside(chain, entries)
+        self._note_computed(chain, entries, hashed)
+
+    def _publish_pages(self, tail: Tail, computed: Sequence[int]) -> None:
+        entries = self._tails.entries(tail, computed)
+        own = [index for index in computed if tail.blocks[index].block_hash is not None]
+        self._note_computed(tail, entries, own)
+
+    def _note_computed(self, chain: Chain, entries: list[Entry], hashed: Sequence[int]) -> None:
+        """Note what was computed, and what the disk and host memory have of it already."""
+        beside = self._find_beside(chain, entries, hashed)
         self._tiers.events.note_found(chain, {entry.block_hash for entry in beside})
         added = self._tiers.catalog.add_all(entries)
         self._note_clean(chain, hashed)
         self._demoter.note_computed(added)
         self._lives.ask(beside)
 
-    def _find_beside(self, chain: Chain, entries: Sequence[Entry]) -> list[Entry]:
+    def _find_beside(
+        self, chain: Chain, entries: Sequence[Entry], indices: Sequence[int]
+    ) -> list[Entry]:
         """Return those of the computed blocks of which the disk has a good copy, and note it.
 
         They are not written again.
@@ -318,17 +375,17 @@ class TieredCache:
         if not any(chain.disk_until):
             return []
         now, why = self._tiers.clock.now(), chain.row.why_computed
-        beside = [
-            entry
-            for entry in entries
-            if chain.is_on_disk(entry.position, now) and why.get(entry.position) in STILL_ON_DISK
-        ]
+        beside = {
+            index: entry
+            for index, entry in zip(indices, entries, strict=True)
+            if chain.is_on_disk(index, now) and why.get(index) in STILL_ON_DISK
+        }
         if beside:  # some of these copies may have gone meanwhile
             until = self._hits.until(chain)
-            beside = [entry for entry in beside if until[entry.position] > now]
-            for entry in beside:
-                entry.disk_expires_at = float(until[entry.position])
-        return beside
+            beside = {index: entry for index, entry in beside.items() if until[index] > now}
+            for index, entry in beside.items():
+                entry.disk_expires_at = float(until[index])
+        return [*beside.values()]
 
     def _note_clean(self, chain: Chain, computed: Sequence[int]) -> None:
         """Note which blocks that were just computed host memory need not get."""
@@ -347,7 +404,7 @@ class TieredCache:
         device, index = self._tiers.device, len(chain.hashes)
         block = chain.blocks[index]
         self._expiry.drop_among([block_hash])
-        chain.hashes.append(block_hash)
+        chain.grow([block_hash])
         chain.row.append_computed()
         if device.insert(block, block_hash, chain.tenant) is block:
             self.complete(chain, index, index + 1)
@@ -358,6 +415,8 @@ class TieredCache:
     def touch(self, chain: Chain) -> None:
         """Have the whole chain of a request refreshed in every tier, some blocks at a time."""
         self._touches.begin(chain)
+        if chain.tail is not None:
+            self._touches.begin(chain.tail)
 
     def release(self, chain: Chain) -> None:
         """Release all blocks of a request that finished, was cancelled or was preempted."""
@@ -366,6 +425,8 @@ class TieredCache:
         self._room.forget(chain)
         self._promoter.end_prefetch(chain)
         self._touches.finish(chain)
+        if chain.tail is not None:
+            self._release_pages(chain.tail)
         self._tiers.touch_pages(chain.hashes)
         after = self._tiers.device_link.num_steps
         self._tiers.device.release(chain.blocks[::-1], after=after)
@@ -376,6 +437,18 @@ class TieredCache:
         chain.row.begin(bytearray([State.COMPUTE]) * len(chain.hashes))
         self._forecasts.forget(chain)
         self._demoter.note_change()
+
+    def _release_pages(self, tail: Tail) -> None:
+        """Keep the last pages of a request, behind which another may go on, and release all."""
+        self._lookups.forget(tail)
+        self._touches.finish(tail)
+        self._tiers.touch_pages(tail.hashes)
+        self._recalls.forget(tail)
+        if tail in self._admitted:
+            del self._admitted[tail]
+            self._publish_pages(tail, [*self._tails.last(tail)])
+            self._tails.end(tail)
+        tail.disk_until = []
 
     # Steps
 

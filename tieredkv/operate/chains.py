@@ -33,7 +33,9 @@ class Chains:
         table: of the blocks.
 
     Attributes:
-        blocks, kinds: those of the table.
+        blocks: those of the table that follow one another.
+        pages: the further pages of blocks, of models that have layers with windows.
+        kinds: those of the table.
         leaves: places of the blocks that none follows, the last used first.
         heads: places of the first block of each run.
         run: the number of each block's run.
@@ -41,7 +43,10 @@ class Chains:
     """
 
     def __init__(self, table: BlockTable) -> None:
-        self.blocks, self.kinds = blocks, _ = table
+        blocks, self.kinds = table
+        is_page = blocks["page_kind"] > 0
+        self.pages = blocks[is_page]
+        self.blocks = blocks = blocks[~is_page] if len(self.pages) else blocks
         self._keys, self._positions = blocks["key"].copy(), blocks["position"].copy()
         num = len(blocks)
         self._above = self._places(blocks["parent_key"])  # the parent's place, or `num`
@@ -116,6 +121,10 @@ class Chains:
         parts = (self.blocks[each] for each in (is_following, ~is_following & ~is_kept[self.run]))
         following, before = (it[np.argsort(it["position"], kind="stable")[::-1]] for it in parts)
         return following, before
+
+    def pages_of(self, blocks: Blocks) -> Blocks:
+        """Return the further pages of some blocks."""
+        return self.pages[np.isin(self.pages["parent_key"], blocks["key"])]
 
     def totals(self, values: NDArray[Any], combine: np.ufunc, dtype: type[Any]) -> NDArray[Any]:
         """Combine a value of each block over whole chains.

@@ -221,7 +221,8 @@ def choose(wanted: EvictFilter, worker: Worker) -> Chosen:
         is_meant = ChainColumns(chains, worker.models()).matching(conditions, now)
         places, unknown_ids = chains.leaves[is_meant].tolist(), []
     following, before = chains.of_blocks(places)
-    return Chosen([*starts_in(following), *starts_in(before)], unknown_ids)
+    parts = chains.pages_of(following), chains.pages_of(before), following, before
+    return Chosen([start for some in parts for start in starts_in(some)], unknown_ids)
 
 
 def _silent(done: Deleted) -> StoreUnreachableError:

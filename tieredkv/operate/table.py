@@ -72,6 +72,7 @@ BLOCK = np.dtype(
         ("parent_key", "u8"),
         ("kind", "i4"),
         *((name, RECORD[name]) for name in _COPIED),
+        ("page_kind", "u1"),
         ("tiers", "u1"),
     ]
 )
@@ -156,7 +157,7 @@ class TableReader:
             blocks[name] = rows[name]
         blocks["key"], blocks["key_rest"] = rows["block_hash"][:, :2].T
         blocks["parent_key"] = rows["parent_hash"][:, 0]
-        blocks["tiers"] = tiers
+        blocks["page_kind"], blocks["tiers"] = rows["page_kind"], tiers
         data = rows.view(np.uint8).reshape(-1, RECORD_BYTES)
         of_kind = np.hstack([data[:, _OWNERS], data[:, _KIND]])
         as_bytes = of_kind.view(f"V{of_kind.shape[1]}")[:, 0].tolist()

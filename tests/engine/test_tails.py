@@ -1,0 +1,181 @@
+"""Models with windows give the same tokens from every tier as cold, with pages that end."""
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.test_families import FAMILIES, make_config, write_checkpoint
+from tieredkv import LLM, SamplingParams
+from tieredkv.types import Tier
+
+BLOCK = 16
+
+
+def tokens(n: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(10, 256), k=n)
+
+
+@pytest.fixture(scope="module", params=["gpt_oss", "gemma4", "gemma3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    model_type, changes = FAMILIES[request.param]
+    config = make_config(model_type, changes | {"max_position_embeddings": 1024})
+    write_checkpoint(path, config)
+    return path
+
+
+def open_llm(folder: Path, **options: Any) -> LLM:
+    sizes: dict[str, Any] = {"device_size": "16MiB", "host_size": "16MiB", "block_size": BLOCK}
+    return LLM(str(folder), device="cpu", **(sizes | {"max_num_batched_tokens": 64} | options))
+
+
+def generate(llm: LLM, prompt: list[int], n: int = 12) -> tuple[list[int], Any]:
+    [answer] = llm.generate([prompt], SamplingParams(max_tokens=n, temperature=0, ignore_eos=True))
+    llm.core.cache.check()
+    return answer.token_ids, answer.usage
+
+
+def test_a_second_request_goes_on_from_vram_with_equal_tokens(folder: Path) -> None:
+    prompt = tokens(205, seed=1)
+    with open_llm(folder) as llm:
+        cold, _ = generate(llm, prompt)
+        warm, usage = generate(llm, prompt)
+        assert warm == cold
+        assert usage.cached_tokens == 192
+        longer, usage = generate(llm, prompt + cold + tokens(20, seed=2))
+        assert usage.cached_tokens == 208
+    with open_llm(folder) as llm:
+        assert generate(llm, prompt + cold + tokens(20, seed=2))[0] == longer
+
+
+def flush(llm: LLM, to: Tier) -> None:
+    assert llm.core.cache.flush(to, deadline=time.monotonic() + 20)
+
+
+@pytest.mark.parametrize("restore", ["load", "auto"])
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
+def test_a_hit_from_slower_tiers_gives_equal_tokens(
+    folder: Path, tmp_path: Path, tier: Tier, restore: str
+) -> None:
+    prompt, turn = tokens(301, seed=3), tokens(20, seed=4)
+    options = {
+        "disk_dir": str(tmp_path / "store"),
+        "disk_size": "64MiB",
+        "default_retention": "24h",
+    }
+    with open_llm(folder, **options, restore=restore) as llm:
+        cold, usage = generate(llm, prompt)
+        assert usage.cached_tokens == 0
+        flush(llm, tier)
+        warm, usage = generate(llm, prompt)
+        assert warm == cold
+        if restore == "load":
+            assert usage.cached_tokens_by_tier[tier] == 288
+        flush(llm, tier)
+        second, usage = generate(llm, prompt + cold + turn)
+        if restore == "load":
+            assert usage.cached_tokens_by_tier[tier] == 304
+        assert llm.core.cache.flush(Tier.DISK, deadline=time.monotonic() + 20)
+    with open_llm(folder, **options, restore=restore) as llm:
+        again, usage = generate(llm, prompt + cold + turn)
+        assert again == second
+        if restore == "load":
+            assert usage.cached_tokens_by_tier[Tier.DISK] == 320
+
+
+def test_a_request_that_leaves_another_one_near_its_end_finds_what_is_before(folder: Path) -> None:
+    prompt = tokens(205, seed=5)
+    with open_llm(folder) as llm:
+        generate(llm, prompt, n=1)
+        for length in (204, 197, 192, 191, 180, 177):
+            _, usage = generate(llm, prompt[:length] + tokens(30, seed=length), n=1)
+            assert usage.cached_tokens >= length - 2 * BLOCK, length
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 33, 47, 48])
+def test_the_same_prompt_is_found_again(folder: Path, length: int) -> None:
+    with open_llm(folder) as llm:
+        first, _ = generate(llm, tokens(length, seed=6), n=1)
+        again, usage = generate(llm, tokens(length, seed=6), n=1)
+        assert again == first
+        assert usage.cached_tokens >= length - 2 * BLOCK
+
+
+def histories(number: int, *, most: int = 240) -> list[list[int]]:
+    """Return prompts that go on from one another, or leave one another somewhere."""
+    draw, made = random.Random(number), [tokens(50, seed=0)]
+    while len(made) < 24:
+        before = draw.choice(made)
+        kept = before[: draw.randrange(1, len(before) + 1)]
+        made.append((kept + tokens(draw.randrange(1, 90), seed=len(made)))[:most])
+    return made
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_random_histories_in_small_tiers_give_the_tokens_of_cold_prompts(
+    folder: Path, tmp_path: Path, seed: int, has_disk: bool
+) -> None:
+    prompts = histories(seed)
+    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    with open_llm(folder, restore="compute", host_size="1MiB") as llm:
+        cold = []
+        for number, prompt in enumerate(prompts):
+            [answer] = llm.generate([prompt], params, cache_salt=str(number))
+            assert not answer.usage.cached_tokens
+            cold.append(answer.token_ids)
+    with open_llm(folder) as llm:
+        page = llm.core.kv_spec.block_bytes
+        num_tails = len(llm.core.kv_spec.page_kinds) - 1
+    device_pages, host_pages = 24 + 11 * num_tails, 12 + 6 * num_tails
+    sizes = {"device_size": device_pages * page, "host_size": host_pages * page}
+    options: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 4}
+    if has_disk:
+        options |= {"disk_dir": str(tmp_path / "store"), "default_retention": "24h"}
+    num_cached = Counter[Tier]()
+    with open_llm(folder, **sizes, **options) as llm:
+        for start in range(0, len(prompts), 6):
+            some = prompts[start : start + 6] * 2
+            answers = llm.generate(some, params)
+            llm.core.cache.check()
+            assert [it.token_ids for it in answers] == cold[start : start + 6] * 2
+            for answer in answers:
+                num_cached.update(answer.usage.cached_tokens_by_tier)
+        for number in random.Random(seed).choices(range(len(prompts)), k=10):
+            [answer] = llm.generate([prompts[number]], params)
+            llm.core.cache.check()
+            num_cached.update(answer.usage.cached_tokens_by_tier)
+            assert answer.token_ids == cold[number]
+        assert llm.core.scheduler.num_preemptions or seed
+    assert num_cached[Tier.DEVICE] and num_cached[Tier.HOST]
+    assert bool(num_cached[Tier.DISK]) == has_disk
+
+
+def test_operators_see_chains_and_evict_them_with_their_pages(folder: Path, tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    with open_llm(folder, disk_dir=store, default_retention="24h") as llm:
+        generate(llm, tokens(205, seed=8), n=1)
+        generate(llm, tokens(100, seed=9), n=1)
+        flush(llm, Tier.DISK)
+    [first, second] = sorted(run_json("ls", store)["chains"], key=lambda it: -it["blocks"])
+    assert (first["blocks"], second["blocks"]) == (12, 6)
+    num_blocks = run_json("df", store)["disk"]["blocks"]
+    assert num_blocks > 18
+    gone = run_json("evict", store, first["id"], "-y")["evicted_blocks"]
+    assert gone > 12
+    gone += run_json("evict", store, second["id"], "-y")["evicted_blocks"]
+    assert gone == num_blocks
+    assert run_json("verify", store) == {**run_json("verify", store), "bad": 0}
+
+
+def run_json(verb: str, store: str, *arguments: str) -> Any:
+    command = [sys.executable, "-P", "-m", "tieredkv", verb, *arguments, "--disk-dir", store]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])

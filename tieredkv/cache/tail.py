@@ -1,0 +1,146 @@
+"""The pages of one request's layers with windows, beside the chain of its blocks.
+
+A block has one page of the layers that attend to all tokens, and it may have further pages of
+layers with a window. Of those only the ones near the end of what is computed are needed, so that a
+request holds few of them at a time.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tieredkv.cache.block import Block
+from tieredkv.cache.chain import Chain, PageIdentity
+from tieredkv.cache.groups import KVGroup
+from tieredkv.errors import IntegrityError
+from tieredkv.hashing import page_hash
+from tieredkv.types import BlockHash, HashAlgo
+
+NO_PAGE = Block(0)
+"""Stands in a table where the request holds no page."""
+
+SPARE_BLOCKS = 2
+"""Blocks before those that a hit needs whose pages are kept as well.
+
+A request that leaves another one's tokens a little before their end then finds a hit there.
+"""
+
+
+class TailKind(NamedTuple):
+    """One of the further pages of a block.
+
+    Attributes:
+        num_blocks: how many of the last blocks before the end of a hit it is needed of.
+        group, part, num_parts: which page it is of which group of layers, and how many that has.
+    """
+
+    num_blocks: int
+    group: int
+    part: int
+    num_parts: int
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Tail(Chain):
+    """The further pages of the blocks of a chain, block after block; an index is that of a page.
+
+    Attributes:
+        of: the chain.
+        kinds: the pages of a block.
+        algo: which hash names the pages.
+        tables: for each kind the ids of the pages that the request holds, by block; other cells
+            have no meaning.
+        most_end: behind how many blocks a hit may end, which leaves a token to compute.
+        hit_end: behind how many blocks the request will go on from pages that it found; 0 if it
+            computes all tokens from where it is.
+        ends: numbers of blocks behind which later requests may go on.
+        num_done: blocks before it are computed, or were passed.
+        first_held: no page of a block before it is held.
+    """
+
+    of: Chain
+    kinds: Sequence[TailKind]
+    algo: HashAlgo
+    tables: list["array[int]"] = field(init=False)
+    most_end: int = 0
+    hit_end: int = 0
+    ends: set[int] = field(default_factory=set)
+    num_done: int = 0
+    first_held: int = 0
+
+    def __post_init__(self) -> None:
+        Chain.__post_init__(self)
+        self.tables = [array("i") for _ in self.kinds]
+
+    def add_block(self, block_hash: BlockHash) -> None:
+        """Add the pages of one more block."""
+        for _, group, part, _ in self.kinds:
+            self.hashes.append(page_hash(block_hash, group, part, algo=self.algo))
+            self.row.append_computed()
+
+    @property
+    def num_needed(self) -> int:
+        """Of how many of the last blocks before its end a hit needs pages."""
+        return max(kind.num_blocks for kind in self.kinds)
+
+    @property
+    def group(self) -> KVGroup:
+        """What a hit needs of these layers; of those with several windows as much as of all."""
+        return KVGroup(tail_blocks=self.num_needed)
+
+    def needed(self, end: int) -> range:
+        """Return the pages that a hit needs which ends behind so many blocks."""
+        blocks = self.group.needs(end)
+        return self.pages_of(blocks.start, blocks.stop)
+
+    def pages_of(self, first: int, end: int) -> range:
+        """Return the pages of the blocks `[first, end)`."""
+        return range(first * len(self.kinds), end * len(self.kinds))
+
+    def is_kept(self, block: int) -> bool:
+        """Return whether a later request may need the pages of a block."""
+        reach = self.num_needed + SPARE_BLOCKS
+        return any(end - reach <= block < end for end in self.ends)
+
+    def begin(self, hit_end: int, num_blocks: int) -> None:
+        """Begin tables of so many blocks for a request that goes on behind `hit_end` of them."""
+        self.hit_end, self.num_done, self.first_held = hit_end, 0, 0
+        self.extend(num_blocks)
+
+    def hold(self, index: int, block: Block) -> None:
+        """Put a page into the tables."""
+        number, kind = divmod(index, len(self.kinds))
+        self.blocks[index] = block
+        self.tables[kind][number] = block.block_id
+
+    def extend(self, num_blocks: int) -> None:
+        """Make the tables as long as those of so many blocks."""
+        lacking = num_blocks - len(self.tables[0])
+        if lacking > 0:
+            self.blocks += [NO_PAGE] * (lacking * len(self.kinds))
+            for table in self.tables:
+                table.frombytes(bytes(table.itemsize * lacking))
+
+    def identity(self, index: int) -> PageIdentity:
+        """Return what a page is, besides its hash."""
+        block, number = divmod(index, len(self.kinds))
+        _, group, part, num_parts = self.kinds[number]
+        return PageIdentity(self.of.hashes[block], block, group, part, num_parts)
+
+    def check(self) -> None:
+        """Raise IntegrityError if a page that is held is not that of its place."""
+        if len(self.hashes) != len(self.of.hashes) * len(self.kinds):
+            raise IntegrityError(f"{len(self.of.hashes)} blocks have {len(self.hashes)} pages")
+        for index, block in enumerate(self.blocks):
+            number, kind = divmod(index, len(self.kinds))
+            if block is NO_PAGE:
+                continue
+            if block.ref_count < 1:
+                raise IntegrityError(f"{block} is in a table of a window, but not held")
+            if number < self.first_held:
+                raise IntegrityError(f"{block} is held behind the window")
+            if block.block_hash is not None and not self.has_at(index, block.block_hash):
+                raise IntegrityError(f"{block} is not page {index} of the chain")
+            if self.tables[kind][number] != block.block_id:
+                raise IntegrityError(f"{block} is not where its table says")

@@ -1,0 +1,180 @@
+"""Finds, holds and keeps the further pages of requests' blocks: those of layers with windows.
+
+A request may go on behind blocks that it found if it also has the pages that the windows of the
+next token reach. While these are loaded it may compute its prompt from the first token on, with
+pages of its own, up to where the loaded ones begin. What it computes is kept only where a later
+request may go on.
+
+Called by the engine's thread only.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from tieredkv.cache.block import Block
+from tieredkv.cache.catalog import Entry
+from tieredkv.cache.chain import Chain
+from tieredkv.cache.recalls import Recalls
+from tieredkv.cache.row import State
+from tieredkv.cache.tail import NO_PAGE, SPARE_BLOCKS, Tail
+from tieredkv.cache.tiers import Tiers
+
+
+class Tails:
+    """The further pages of all requests; see the module.
+
+    Args:
+        tiers: the tiers.
+        recalls: tell what is left to the links.
+    """
+
+    def __init__(self, tiers: Tiers, recalls: Recalls) -> None:
+        self._tiers, self._recalls = tiers, recalls
+
+    def lacks(self, tail: Tail, num_blocks: int) -> list[int]:
+        """Return which of the first blocks of a queued request lack a page in all tiers."""
+        tiers, num_kinds = self._tiers, len(tail.kinds)
+        hashes = tail.hashes[: num_blocks * num_kinds]
+        missing = tiers.device.missing(hashes)
+        if tiers.can_load:
+            on_disk = tail.on_disk(tiers.clock.now())
+            missing = [each for each in tiers.host.missing(missing) if each not in on_disk]
+        absent = {*missing}
+        indices = (index for index, each in enumerate(hashes) if each in absent)
+        return sorted({index // num_kinds for index in indices})
+
+    def find(self, tail: Tail, end: int) -> list[Block | None]:
+        """Return what VRAM has of the pages that a hit needs which ends behind so many blocks."""
+        needed = tail.needed(end)
+        return self._tiers.device.find(tail.hashes[needed.start : needed.stop])
+
+    def next_start(self, chain: Chain, first: int) -> int:
+        """Return behind how many blocks a request goes on that has computed those before `first`.
+
+        That is `first` itself, unless all that it found is there.
+        """
+        tail = chain.tail
+        if tail is None or tail.hit_end <= first:
+            return first
+        needed = tail.needed(tail.hit_end)
+        pages = [tail.blocks[index] for index in needed]
+        is_lost = (
+            tail.row[index] == State.COMPUTE and not (page.is_ready or page.is_copying)
+            for index, page in zip(needed, pages, strict=True)
+        )
+        if any(is_lost):
+            self._give_up(tail)
+            return first
+        # A step that begins early waits for the last layers of blocks, and not for these pages.
+        are_there = all(block.is_ready for block in chain.blocks[first : tail.hit_end])
+        if not (are_there and all(page.is_whole for page in pages)):
+            return first
+        end, tail.hit_end = tail.hit_end, 0
+        self._release(tail, tail.first_held, end - tail.num_needed)
+        tail.num_done = end
+        return end
+
+    def compute_end(self, chain: Chain, first: int) -> int | None:
+        """Return the end of the blocks that may be computed from `first` on; None if there is none.
+
+        While the pages of a hit are loaded, a request computes only what no tier brings, and not
+        over these pages.
+        """
+        tail = chain.tail
+        if tail is None or tail.hit_end <= first:
+            return None
+        end = max(0, tail.hit_end - tail.num_needed)
+        first_loaded = self._recalls.first_loaded(chain, first, tail.hit_end)
+        blocks = chain.blocks[first:first_loaded]
+        lacking = (i for i, it in enumerate(blocks, first) if not (it.is_ready or it.is_copying))
+        if (first_lacking := next(lacking, None)) is None:
+            return first  # what is coming is waited for
+        if first_lacking < end:
+            return end
+        self._give_up(tail)  # it has to compute up to there anyway
+        return None
+
+    def _give_up(self, tail: Tail) -> None:
+        """Have a request compute all its tokens from where it is."""
+        needed = tail.needed(tail.hit_end)
+        tail.hit_end = 0
+        self._recalls.forget(tail)
+        self._release(tail, needed.start // len(tail.kinds), needed.stop // len(tail.kinds))
+
+    def lacking(self, tail: Tail, first: int, end: int) -> list[int]:
+        """Return the pages that a request lacks to compute the blocks `[first, end)`."""
+        tail.extend(end)
+        pages = tail.pages_of(first, end)
+        return [index for index in pages if tail.blocks[index] is NO_PAGE]
+
+    def complete(self, tail: Tail, end: int) -> Iterator[int]:
+        """Note that the blocks before `end` were computed; yield the pages of those to be kept."""
+        for block in range(max(tail.num_done, tail.first_held), end):
+            if tail.is_kept(block):
+                yield from self._private(tail, block)
+        tail.num_done = max(tail.num_done, end)
+
+    def last(self, tail: Tail) -> Iterator[int]:
+        """Yield the last pages that a request has computed, behind which another may go on."""
+        end = min(tail.num_done, len(tail.of.hashes))
+        for block in range(max(0, end - tail.num_needed - SPARE_BLOCKS), end):
+            yield from self._private(tail, block)
+
+    def _private(self, tail: Tail, block: int) -> Iterator[int]:
+        """Yield the pages of a block that are held and were not published."""
+        for index in tail.pages_of(block, block + 1):
+            page = tail.blocks[index] if index < len(tail.blocks) else NO_PAGE
+            if page is not NO_PAGE and page.block_hash is None:
+                yield index
+
+    def entries(self, tail: Tail, indices: Sequence[int]) -> list[Entry]:
+        """Give pages their hashes, and return what is known of them, but for those VRAM has."""
+        tiers, now = self._tiers, self._tiers.clock.now()
+        num_steps, made = tiers.device_link.num_steps, list[Entry]()
+        for claim, part in tail.by_claim(indices):
+            for index in part:
+                page, page_hash = tail.blocks[index], tail.hashes[index]
+                if tiers.device.insert(page, page_hash, tail.tenant) is not page:
+                    continue
+                page.last_step = num_steps
+                tiers.device.fill(page)
+                page.source, page.is_clean = None, False
+                identity = tail.identity(index)
+                made.append(
+                    Entry(
+                        block_hash=page_hash,
+                        root=tail.root,
+                        namespace=tail.namespace,
+                        computed_at=now,
+                        last_used=now,
+                        claims=claim.retentions,
+                        pinned_until=claim.pinned_until,
+                        **identity._asdict(),
+                    )
+                )
+        return made
+
+    def pass_by(self, tail: Tail) -> None:
+        """Release the pages that no token to come attends to, and that no later request may need.
+
+        Those of a hit that is still being loaded are held.
+        """
+        self._release(tail, tail.first_held, tail.num_done - tail.num_needed - SPARE_BLOCKS)
+
+    def end(self, tail: Tail) -> None:
+        """Release all pages of a request, the last ones first."""
+        self._release(tail, tail.first_held, len(tail.tables[0]))
+        tail.blocks, tail.hit_end, tail.num_done, tail.first_held = [], 0, 0, 0
+        for table in tail.tables:
+            del table[:]
+        tail.row.begin(bytearray([State.COMPUTE]) * len(tail.hashes))
+
+    def _release(self, tail: Tail, first: int, end: int) -> None:
+        """Release the pages of the blocks `[first, end)`, the last ones first."""
+        pages = list[Block]()
+        for index in reversed(tail.pages_of(max(0, first), max(0, end))):
+            if tail.blocks[index] is not NO_PAGE:
+                pages.append(tail.blocks[index])
+                tail.blocks[index] = NO_PAGE
+        if first <= tail.first_held < end:
+            tail.first_held = end
+        self._tiers.device.release(pages, after=self._tiers.device_link.num_steps)
