@@ -160,8 +160,7 @@ def page_hash(block_hash: BlockHash, group: int, part: int, *, algo: HashAlgo) -
 
 def layout_of(kv: KVSpec) -> str:
     """Return how keys and values lie in pages, as far as the model itself does not decide it."""
-    _, *others = kv.page_kinds
-    windows = [kind.window for kind in others]
+    windows = [kind.window for kind in kv.page_kinds[1:]]
     return f"{LAYOUT} windows {windows}" if windows else LAYOUT
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engine.test_families import FAMILIES, make_config, write_checkpoint
+from tests.levels import few
 from tieredkv import LLM, SamplingParams
 from tieredkv.types import Tier
 
@@ -22,7 +23,7 @@ def tokens(n: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(10, 256), k=n)
 
 
-@pytest.fixture(scope="module", params=["gpt_oss", "gemma4", "gemma3"])
+@pytest.fixture(scope="module", params=few(["gpt_oss", "gemma4", "gemma3"], 2))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     model_type, changes = FAMILIES[request.param]
@@ -118,7 +119,7 @@ def histories(number: int, *, most: int = 240) -> list[list[int]]:
     return made
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", few(range(3)))
 @pytest.mark.parametrize("has_disk", [False, True])
 def test_random_histories_in_small_tiers_give_the_tokens_of_cold_prompts(
     folder: Path, tmp_path: Path, seed: int, has_disk: bool

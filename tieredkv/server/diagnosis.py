@@ -24,7 +24,7 @@ _PASSING = re.compile(  # words that begin with a digit; long words with a digit
     r"(?<![\w:.+-])(?:(?=[\w:.+-]{6})(?:(?!\d)[\w:.+-])*+)?\d[\w:.+-]*+"
     r"|\b(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun|Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
 )
-_OF_OTHERS = ("never_seen", "behind_lookback")
+_OF_OTHERS = ("never_seen", "behind_lookback", "no_anchor")
 """The reasons that a change since an earlier request may explain: its blocks are others, so that a
 hit would have to end before the change, where none may if that is too far back."""
 

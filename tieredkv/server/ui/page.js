@@ -19,6 +19,7 @@ const MISSES = {
   loads_off: "loading is off",
   computed_sooner: "computing it was faster than loading it",
   behind_lookback: "stored, but the request does not look so far back",
+  no_anchor: "stored, but not what the sliding windows of the next token reach",
   template_changed: "the chat template prints another date, or was given other arguments",
   other_namespace: "stored under another salt or cache key",
 };
