@@ -44,12 +44,12 @@ from tieredkv.engine.fingerprint import (
 )
 from tieredkv.engine.fused import FusedModel
 from tieredkv.engine.quantized import check_quantization_files, find_quantization
-from tieredkv.engine.suitability import check_config, probe_attention
+from tieredkv.engine.suitability import Reasons, check_config, check_reasons, probe_attention
 from tieredkv.engine.text_model import text_config
 from tieredkv.engine.tiny import init_tiny_weights
 from tieredkv.engine.weights import check_weights, find_weight_files, load_weights
 from tieredkv.errors import ConfigError
-from tieredkv.types import DTYPE_BYTES, KVSpec, Progress, ignore_progress
+from tieredkv.types import DTYPE_BYTES, KVSpec, LayerKV, Progress, ignore_progress
 
 logger = logging.getLogger(__name__)
 
@@ -99,11 +99,7 @@ class FoundModel:
 
     def kv_spec(self, block_size: int) -> KVSpec:
         """Return how this model's keys and values lie in blocks of `block_size` tokens."""
-        layers = own_layers(self.layers)
-        if all(layer.window is not None for layer in layers):
-            # NOTE: where every layer has a window, what they hide is kept as well.
-            layers = [layer._replace(window=None) for layer in layers]
-        return KVSpec(layers=layers, dtype=self.dtype, block_size=block_size)
+        return KVSpec(layers=kv_layers(self.layers), dtype=self.dtype, block_size=block_size)
 
     @property
     def _identity(self) -> dict[str, Any]:
@@ -267,6 +263,7 @@ def find_model(
     context_len = max_context_len or longest
     check_config(name, config, context_len)
     layers = probe_attention(name, config, context_len)
+    check_reasons(name, _page_reasons(kv_layers(layers)))
     number_type = _resolve_dtype(dtype, whole, config, target)
     if folder is not None:
         folder = find_folder(name, ["*.safetensors"])
@@ -287,6 +284,25 @@ def find_model(
         folder=folder,
         generation=generation,
     )
+
+
+def kv_layers(layers: Sequence[AttentionLayer]) -> list[LayerKV]:
+    """Return the layers that have keys and values of their own, as pages hold them.
+
+    NOTE: where every layer has a window, what they hide is kept as well.
+    """
+    own = own_layers(layers)
+    is_prefix = all(layer.window is not None for layer in own)
+    return [layer._replace(window=None) for layer in own] if is_prefix else own
+
+
+def _page_reasons(layers: Sequence[LayerKV]) -> Reasons:
+    """Say which layer with a window does not fit into a page of the layers that attend to all."""
+    most = KVSpec(layers=layers, dtype="float32", block_size=1).token_elements
+    for layer in layers:
+        what = f"a layer with a window of {layer.window} has {layer.num_elements} keys and values"
+        rest = f"a token, and all layers that attend to all tokens have {most}, which sets a page"
+        yield layer.num_elements > most, f"{what} {rest}"
 
 
 def _too_long(name: str, asked: int, longest: int) -> ConfigError:
@@ -327,10 +343,15 @@ def _draw_weights(found: FoundModel) -> Any:
 
 @torch.no_grad()
 def _draw_gaussians(model: PreTrainedModel) -> None:
-    """Fill every matrix with small Gaussians and every norm with ones, in place."""
+    """Fill every matrix with small Gaussians and every norm with ones, in place.
+
+    Sinks are drawn with a deviation of 1, so that those of two heads are not taken for one another.
+    """
     generator = torch.Generator(model.device).manual_seed(RANDOM_SEED)
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
+        if name.endswith("sinks"):
+            parameter.normal_(generator=generator)
+        elif parameter.ndim == 1:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             parameter.normal_(0.0, RANDOM_STD, generator=generator)

@@ -117,6 +117,11 @@ def build_parts(
         max_context_len=settings.max_model_len,
     )
     device, spec = found.device, found.kv_spec(settings.block_size)
+    if (unused := spec.unused_share) > 0:
+        what = (
+            "layers with windows take %d further pages a block, and %.0f %% of its pages are empty"
+        )
+        logger.info(what, len(spec.page_kinds) - 1, 100 * unused)
     num_pages, num_blocks = _count_blocks(settings, spec, device.type)
     report = partial(progress, "taking host memory")
     arena = HostArena(num_pages, spec.page_bytes, progress=report)

@@ -121,6 +121,12 @@ class KVSpec:
                     kinds[-1] = PageKind(window, [*kinds[-1].layers, index])
         return kinds
 
+    @property
+    def unused_share(self) -> float:
+        """What share of the pages of a block holds nothing, since no further layer fits."""
+        num_elements = sum(layer.num_elements for layer in self.layers)
+        return 1 - num_elements / (self.token_elements * len(self.page_kinds))
+
     def first_element(self, kind: PageKind, num_layers: int) -> int:
         """Return how many elements the first layers of a page have."""
         sizes = (self.layers[index].num_elements for index in kind.layers[:num_layers])

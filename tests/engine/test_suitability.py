@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,8 +131,15 @@ def test_every_known_shape_can_be_served(shape: str) -> None:
     config = AutoConfig.from_pretrained(SHAPES / f"{shape}.json")
     check_config(shape, config, 4096)
     found = probe_attention(shape, config, 4096)
-    sizes = table["num_attention_heads"], table["num_key_value_heads"], table["head_dim"]
-    assert found == [(*sizes, index, None) for index in range(table["num_hidden_layers"])]
+    heads, kv_heads, head_dim = (
+        table[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    whole = heads, table.get("num_global_key_value_heads", kv_heads)
+    whole += (table.get("global_head_dim", head_dim),)
+    window = table.get("sliding_window")
+    kinds = {(heads, kv_heads, head_dim, window), (*whole, None)} if window else {(*whole, None)}
+    assert {(*layer[:3], layer.window) for layer in found} == kinds
+    assert [layer.source for layer in found] == list(range(table["num_hidden_layers"]))
 
 
 def test_the_probe_allocates_no_weights() -> None:
@@ -146,3 +154,13 @@ def test_the_probe_leaves_the_config_as_it_was() -> None:
     before = config.to_dict()
     probe_attention("tiny", config, 256)
     assert config.to_dict() == before
+
+
+def test_a_layer_with_a_window_that_no_page_can_hold_is_refused(tmp_path: Path) -> None:
+    sizes = {"head_dim": 64, "global_head_dim": 16, "num_global_key_value_heads": 1}
+    changes = {"sliding_window": 16, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0}
+    config = AutoConfig.for_model("gemma4_text", **(SMALL | sizes | changes | layers))
+    config.save_pretrained(tmp_path)
+    with refused(ModelError, hide={str(tmp_path): "FOLDER"}):
+        find_model(f"random:{tmp_path}", device="cpu")
