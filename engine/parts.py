@@ -118,9 +118,7 @@ def build_parts(
     )
     device, spec = found.device, found.kv_spec(settings.block_size)
     if (unused := spec.unused_share) > 0:
-        what = (
-            "layers with windows take %d further pages a block, and %.0f %% of its pages are empty"
-        )
+        what = "layers with windows take %d further pages a block; %.0f %% of all pages are empty"
         logger.info(what, len(spec.page_kinds) - 1, 100 * unused)
     num_pages, num_blocks = _count_blocks(settings, spec, device.type)
     report = partial(progress, "taking host memory")

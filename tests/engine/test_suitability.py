@@ -134,8 +134,8 @@ def test_every_known_shape_can_be_served(shape: str) -> None:
     heads, kv_heads, head_dim = (
         table[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
-    whole = heads, table.get("num_global_key_value_heads", kv_heads)
-    whole += (table.get("global_head_dim", head_dim),)
+    whole_heads = table.get("num_global_key_value_heads", kv_heads)
+    whole = heads, whole_heads, table.get("global_head_dim", head_dim)
     window = table.get("sliding_window")
     kinds = {(heads, kv_heads, head_dim, window), (*whole, None)} if window else {(*whole, None)}
     assert {(*layer[:3], layer.window) for layer in found} == kinds

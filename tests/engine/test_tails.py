@@ -109,6 +109,16 @@ def test_the_same_prompt_is_found_again(folder: Path, length: int) -> None:
         assert usage.cached_tokens >= length - 2 * BLOCK
 
 
+def test_where_two_requests_part_a_third_one_goes_on(folder: Path) -> None:
+    shared = tokens(100, seed=10)
+    with open_llm(folder) as llm:
+        found = []
+        for seed in (11, 12, 13):
+            _, usage = generate(llm, shared + tokens(150, seed=seed), n=1)
+            found.append((usage.cached_tokens, usage.miss_reason))
+    assert found == [(0, "never_seen"), (0, "no_anchor"), (96, "never_seen")]
+
+
 def histories(number: int, *, most: int = 240) -> list[list[int]]:
     """Return prompts that go on from one another, or leave one another somewhere."""
     draw, made = random.Random(number), [tokens(50, seed=0)]
