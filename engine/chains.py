@@ -102,7 +102,7 @@ class Chains:
             algo=self._settings.hash_algo,
             most_end=max(0, num_tokens - 1) // size,
             # Where the prompt ends, and where a client has said that others go on.
-            ends={len(chain.hashes), *(claim.end for claim in chain.claims[:-1])},
+            kept_ends={len(chain.hashes), *(claim.end for claim in chain.claims[:-1])},
         )
         for some in cut(chain.hashes, PIECE_BLOCKS):
             for block_hash in some:

@@ -69,6 +69,7 @@ class PromptInspections:
             asked = chain, len(token_ids), others, on_disk
             tell(msgspec.to_builtins((yield from self._operations.inspect(*asked))))
 
+        pages = [] if chain.tail is None else chain.tail.hashes
         self._operations.look_up(
-            [*chain.hashes, *others], lambda found: self._slices.begin(report(found))
+            [*chain.hashes, *pages, *others], lambda found: self._slices.begin(report(found))
         )

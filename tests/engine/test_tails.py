@@ -1,6 +1,7 @@
 """Models with windows give the same tokens from every tier as cold, with pages that end."""
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -186,7 +187,24 @@ def test_operators_see_chains_and_evict_them_with_their_pages(folder: Path, tmp_
     assert run_json("verify", store) == {**run_json("verify", store), "bad": 0}
 
 
+def test_the_report_on_a_prompt_says_where_a_request_could_go_on(
+    folder: Path, tmp_path: Path
+) -> None:
+    store, prompt = tmp_path / "store", bytes(range(32, 122)) * 3  # a token a byte
+    with open_llm(folder, disk_dir=str(store), default_retention="24h") as llm:
+        generate(llm, list(prompt), n=1)
+        flush(llm, Tier.DISK)
+    asked = tmp_path / "prompt"
+    for length, expected in ((270, (256, None)), (250, (240, None)), (150, (0, "no_anchor"))):
+        asked.write_bytes(prompt[:length])
+        told = run_json("inspect", str(store), "--prompt-file", str(asked), "--model", str(folder))
+        assert told["prompt_tokens"] == length
+        assert (told["by_tier"]["disk"], told["reason"]) == expected
+
+
 def run_json(verb: str, store: str, *arguments: str) -> Any:
     command = [sys.executable, "-P", "-m", "tieredkv", verb, *arguments, "--disk-dir", store]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    environment = os.environ | {"TIEREDKV_DEVICE": "cpu"}
+    command.append("--json")
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])

@@ -249,11 +249,12 @@ class Operations:
         def planner() -> Planner:
             return self._promoter.planner(0.0, time.monotonic())
 
-        return (
-            yield from report(
-                num_tokens, tiers.block_size, sources, why_missed, planner, chain.read_ends
-            )
-        )
+        ends, behind = chain.read_ends, "behind_lookback"
+        if chain.tail is not None:
+            sources, behind = sources[: chain.tail.most_end], "no_anchor"
+            ends = yield from chain.tail.ends(usable)
+        told = num_tokens, tiers.block_size, sources, why_missed, planner
+        return (yield from report(*told, ends, behind))
 
     def vram_blocks(self, hashes: Sequence[BlockHash]) -> dict[BlockHash, int]:
         """Return the ids of the blocks that lie in VRAM with all their layers."""

@@ -52,6 +52,7 @@ def report(
     why_missed: Callable[[int], Pieces[str]],
     make_planner: MakePlanner,
     read_ends: Sequence[int] | None = None,
+    behind: str = "behind_lookback",
 ) -> Pieces[PromptReport]:
     """Report what is cached of a prompt.
 
@@ -62,6 +63,7 @@ def report(
         why_missed: finds out why a block is in no tier.
         make_planner: see `MakePlanner`.
         read_ends: numbers of blocks at which a hit may end; None if it may end anywhere.
+        behind: why blocks are not used that are behind the last of these.
     """
     num_found = sources.index(None) if None in sources else len(sources)
     diverges, reason = num_found, None
@@ -70,7 +72,7 @@ def report(
     if read_ends is not None:
         diverges = hit_end([PREFIX], [range(num_found, sys.maxsize)], read_ends)
         sources = [*sources[:diverges], *[None] * (len(sources) - diverges)]
-        reason = "behind_lookback" if diverges < num_found else reason
+        reason = behind if diverges < num_found else reason
     counts = {tier: block_size * list(sources).count(tier) for tier in Tier}
     if sources and sources[-1] is not None and num_tokens == block_size * len(sources):
         counts[sources[-1]] -= 1

@@ -232,7 +232,7 @@ class TieredCache:
         rest = iter(fresh)
         if tail is not None:
             tail.begin(len(known), num_blocks)
-            tail.ends.add(chain.num_present)  # where it leaves others, more may leave them
+            tail.kept_ends.add(chain.num_present)  # where it leaves others, more may leave them
             self._hits.take_pages(tail, pages, rest)
             self._admitted[tail] = None
         is_whole = len(found) == len(chain.hashes) and chain.row.first(State.COMING) < 0

@@ -6,7 +6,7 @@ request holds few of them at a time.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from tieredkv.cache.chain import Chain, PageIdentity
 from tieredkv.cache.groups import KVGroup
 from tieredkv.errors import IntegrityError
 from tieredkv.hashing import page_hash
+from tieredkv.pieces import PIECE_BLOCKS, Pieces, cut
 from tieredkv.types import BlockHash, HashAlgo
 
 NO_PAGE = Block(0)
@@ -54,7 +55,7 @@ class Tail(Chain):
         most_end: behind how many blocks a hit may end, which leaves a token to compute.
         hit_end: behind how many blocks the request will go on from pages that it found; 0 if it
             computes all tokens from where it is.
-        ends: numbers of blocks behind which later requests may go on.
+        kept_ends: numbers of blocks behind which later requests may go on.
         num_done: blocks before it are computed, or were passed.
         first_held: no page of a block before it is held.
     """
@@ -65,7 +66,7 @@ class Tail(Chain):
     tables: list["array[int]"] = field(init=False)
     most_end: int = 0
     hit_end: int = 0
-    ends: set[int] = field(default_factory=set)
+    kept_ends: set[int] = field(default_factory=set)
     num_done: int = 0
     first_held: int = 0
 
@@ -94,6 +95,16 @@ class Tail(Chain):
         blocks = self.group.needs(end)
         return self.pages_of(blocks.start, blocks.stop)
 
+    def ends(self, is_there: Callable[[BlockHash], object]) -> Pieces[list[int]]:
+        """Return behind how many blocks a hit may end, in pieces, where some pages are there."""
+        lacking, num_kinds = set[int](), len(self.kinds)
+        for some in cut(list(enumerate(self.hashes)), PIECE_BLOCKS):
+            lacking.update(index // num_kinds for index, each in some if not is_there(each))
+            yield
+        most, asked, needs = self.most_end, self.of.read_ends, self.group.needs
+        ends = range(most + 1) if asked is None else [end for end in asked if end <= most]
+        return [end for end in ends if lacking.isdisjoint(needs(end))]
+
     def pages_of(self, first: int, end: int) -> range:
         """Return the pages of the blocks `[first, end)`."""
         return range(first * len(self.kinds), end * len(self.kinds))
@@ -101,7 +112,7 @@ class Tail(Chain):
     def is_kept(self, block: int) -> bool:
         """Return whether a later request may need the pages of a block."""
         reach = self.num_needed + SPARE_BLOCKS
-        return any(end - reach <= block < end for end in self.ends)
+        return any(end - reach <= block < end for end in self.kept_ends)
 
     def begin(self, hit_end: int, num_blocks: int) -> None:
         """Begin tables of so many blocks for a request that goes on behind `hit_end` of them."""

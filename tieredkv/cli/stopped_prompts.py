@@ -60,7 +60,8 @@ def inspect(
     prefix = prefixes.make(request, request.prompt_token_ids)
     guard_names_key(settings)
     names = Names(store.answer(NamesKey())["names_key"])
-    stored, roots, needs = _look_up(store, prefix.hashes, names)
+    pages = [] if prefix.tail is None else prefix.tail.hashes
+    stored, roots, needs = _look_up(store, [*prefix.hashes, *pages], names)
     others = whole(prefixes.elsewhere(prefix, request.prompt_token_ids, roots))
     elsewhere = _look_up(store, [*others], names)[0] if others else set[BlockHash]()
 
@@ -69,13 +70,18 @@ def inspect(
         kinds = [] if index else [others[block_hash] for block_hash in elsewhere]
         return next(iter(kinds), "not_stored")
 
+    hashes, ends, behind = prefix.hashes, prefix.read_ends, "behind_lookback"
+    if prefix.tail is not None:
+        hashes, behind = hashes[: prefix.tail.most_end], "no_anchor"
+        ends = whole(prefix.tail.ends(stored.__contains__))
     reporting = report(
         len(request.prompt_token_ids),
         spec.block_size,
-        [Tier.DISK if block_hash in stored else None for block_hash in prefix.hashes],
+        [Tier.DISK if block_hash in stored else None for block_hash in hashes],
         why_missed,
         _planners(settings, found, spec, fingerprint),
-        prefix.read_ends,
+        ends,
+        behind,
     )
     return {**msgspec.to_builtins(whole(reporting)), "needs": needs}
 
