@@ -101,9 +101,9 @@ def test_an_unknown_model_is_named_before_a_store_is_made(generate: Run, tmp_pat
     assert not (tmp_path / "kv").exists()
 
 
-def test_a_sliding_window_is_refused_with_its_size(generate: Run, tmp_path: Path) -> None:
+def test_a_window_of_no_token_is_refused(generate: Run, tmp_path: Path) -> None:
     folder = tmp_path / "mistral"
-    config: Any = MistralConfig(sliding_window=4096, num_hidden_layers=1, hidden_size=64)
+    config: Any = MistralConfig(sliding_window=0, num_hidden_layers=1, hidden_size=64)
     config.save_pretrained(folder)
     told(refusal(generate(model=folder), 2))
     assert not (tmp_path / "kv").exists()
