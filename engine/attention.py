@@ -121,6 +121,7 @@ class AttentionContext:
     def __init__(self, kv_pool: Tensor, spec: KVSpec, layers: Sequence[AttentionLayer]) -> None:
         own = [index for index, layer in enumerate(layers) if layer.source == index]
         caches, pages = dict[int, LayerCache](), dict[int, int]()
+        self._rests = _unused_rests(kv_pool, spec)
         for page, kind in enumerate(spec.page_kinds):
             for number, cache in enumerate(_layer_caches(kv_pool, spec, kind)):
                 source = own[kind.layers[number]]
@@ -152,6 +153,17 @@ class AttentionContext:
             self._gate_stream.wait_event(event)
             self._gate.record(self._gate_stream)
 
+    def clear_rests(self) -> None:
+        """Write zeros where no layer writes anything for the step's tokens.
+
+        A page may have held the keys of another request, which must not go where this one goes.
+        """
+        assert self.step is not None, "a forward pass ran outside of ModelRunner.launch"
+        for page, rest, zeros in self._rests:
+            slots = self.step.slots[page]
+            nothing = zeros.expand(len(slots), -1, -1)
+            launch.store_kv(nothing, nothing, rest, slots)
+
     def store(self, key: Tensor, value: Tensor, layer: int) -> None:
         """Write the step's keys and values of one layer into the pool."""
         if self._layers[layer].source == layer:
@@ -180,6 +192,20 @@ class AttentionContext:
             return attend(query[kept], cache, step.last[kind], scale)
         attended = attend(query, cache, step.batches[kind], scale)
         return attended if kept is None else attended[kept]
+
+
+def _unused_rests(kv_pool: Tensor, spec: KVSpec) -> list[tuple[int, LayerCache, Tensor]]:
+    """Return what no layer fills of pages: the kind's index, the rest, and zeros for one token.
+
+    The rest is as if it were that of a layer.
+    """
+    rests = []
+    for page, kind in enumerate(spec.page_kinds):
+        unused = kv_pool[:, spec.first_element(kind, len(kind.layers)) :]
+        if dim := unused.shape[1] // (2 * spec.block_size):
+            rest = LayerCache(*unused.unflatten(1, (2, spec.block_size, 1, dim)).unbind(1))
+            rests.append((page, rest, kv_pool.new_zeros(1, 1, dim)))
+    return rests
 
 
 def _layer_caches(kv_pool: Tensor, spec: KVSpec, kind: PageKind) -> list[LayerCache]:

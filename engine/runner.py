@@ -122,6 +122,7 @@ class ModelRunner:
         positions = buffers.positions[:num_tokens]
         self._context.step = step
         try:
+            self._context.clear_rests()
             if loaded.fused is not None:
                 logits = loaded.fused.forward(tokens, positions, kept, self._context)
             else:

@@ -202,6 +202,29 @@ def test_the_report_on_a_prompt_says_where_a_request_could_go_on(
         assert (told["by_tier"]["disk"], told["reason"]) == expected
 
 
+def test_what_no_layer_fills_of_a_page_keeps_nothing_of_what_was_there(tmp_path: Path) -> None:
+    model_type, changes = FAMILIES["gemma4"]
+    kinds = {"layer_types": [*["sliding_attention", "full_attention"] * 2, "sliding_attention"]}
+    kinds["layer_types"].append("full_attention")
+    sizes = {"num_hidden_layers": 6, "max_position_embeddings": 1024, "num_key_value_heads": 1}
+    write_checkpoint(tmp_path, make_config(model_type, changes | kinds | sizes))
+    with open_llm(tmp_path) as llm:
+        spec, blocks = llm.core.kv_spec, llm.core.parts.device_blocks
+        kind = spec.page_kinds[-1]
+        first = 4 * spec.first_element(kind, len(kind.layers))
+        assert first < spec.block_bytes and len(spec.page_kinds) > 1
+        blocks.fill_(0xAA)
+        generate(llm, tokens(100, seed=14), n=1)
+        tiers, seen = llm.core.parts.tiers, 0
+        for entry in tiers.catalog.entries():
+            block = tiers.device.lookup(entry.block_hash)
+            if entry.kind and entry.part == entry.num_parts - 1 and block is not None:
+                assert not blocks[block.block_id, first:].any()
+                assert blocks[block.block_id, :first].any()
+                seen += 1
+    assert seen
+
+
 def run_json(verb: str, store: str, *arguments: str) -> Any:
     command = [sys.executable, "-P", "-m", "tieredkv", verb, *arguments, "--disk-dir", store]
     environment = os.environ | {"TIEREDKV_DEVICE": "cpu"}
