@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
+from functools import partial
 
 from tieredkv.cache.requests import Admission, RequestProgress, TieredCache
 from tieredkv.engine.queue import MAX_PASSES, RequestQueue
@@ -306,18 +307,19 @@ class Scheduler:
             Whether it has room.
         """
         chain, num_blocks = request.chain, -(-request.num_tokens // self.block_size)
-        blocks = step.blocks_within(request, budget)
-        while True:
-            is_alone = len(self.running) == 1
-            is_short = len(chain.blocks) < num_blocks
-            if is_short:
-                found = self.cache.extend(chain, is_alone=is_alone)
-            else:
-                found = self.cache.hold(chain, *blocks, is_alone=is_alone)
-            if found and not is_short:
-                return True
-            if found:
-                continue
+        while len(chain.blocks) < num_blocks:
+            if not self._find_room(request, step, partial(self.cache.extend, chain)):
+                return False
+        if chain.tail is None:
+            return True
+        hold = partial(self.cache.hold, chain, *step.blocks_within(request, budget))
+        return self._find_room(request, step, hold)
+
+    def _find_room(
+        self, request: Request, step: StepPlan, allocate: Callable[..., Admission]
+    ) -> bool:
+        """Preempt other requests until a request holds what it asks for; return whether it does."""
+        while not (found := allocate(is_alone=len(self.running) == 1)):
             is_preempting = self._may_preempt and not found.is_coming
             victim = self._victim() if is_preempting else request
             if victim is request or step.has(victim):
@@ -325,6 +327,7 @@ class Scheduler:
                 step.lacks_room |= not found.is_kept
                 return False
             self._preempt(victim)
+        return True
 
     def _plan(self) -> None:
         """Have the cache plan what to load for the requests that have prompts to compute."""

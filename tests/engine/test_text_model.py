@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedConfig
 
 from tests.engine.logits import run_paged, run_transformers
+from tests.engine.test_families import CONTEXT_LEN, FULL, SMALL
 from tests.golden import refused, told
 from tieredkv.engine.byte_tokenizer import byte_tokenizer
 from tieredkv.engine.llm import LLM
@@ -27,19 +28,7 @@ from tieredkv.engine.weights import check_weights, find_weight_files, load_weigh
 from tieredkv.errors import ModelError
 
 AUTO: Any = AutoModelForMultimodalLM  # untyped in transformers
-CONTEXT_LEN = 128
-TEXT: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "max_position_embeddings": CONTEXT_LEN,
-    "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 7,
-}
+TEXT = SMALL | {"bos_token_id": 1, "eos_token_id": 7}
 VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -57,7 +46,6 @@ QWEN_VISION = {
     "num_position_embeddings": 16,
 }
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
-FULL = ["full_attention", "full_attention"]
 WHOLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": (
         "gemma3",

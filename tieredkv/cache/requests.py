@@ -22,8 +22,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tieredkv.cache.block import Block, begin_compute
-from tieredkv.cache.catalog import Entry
 from tieredkv.cache.chain import Chain
+from tieredkv.cache.completion import Completion
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.departures import Departures
 from tieredkv.cache.disk_link import Read, Write
@@ -32,7 +32,7 @@ from tieredkv.cache.expiry import Expiry
 from tieredkv.cache.forecasts import Forecasts, Outcome
 from tieredkv.cache.hits import Hits
 from tieredkv.cache.lookups import Lives, Lookups
-from tieredkv.cache.miss_reasons import COMPUTED_SOONER, MissReason
+from tieredkv.cache.miss_reasons import MissReason
 from tieredkv.cache.operations import Operations
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.recalls import RequestProgress
@@ -47,9 +47,6 @@ from tieredkv.tier import OPERATOR, ControlRequest, Gone, Held, Restarted, Touch
 from tieredkv.types import BlockHash, Progress, Tier, ignore_progress
 
 __all__ = ["Admission", "Drained", "RequestProgress", "TieredCache"]
-
-STILL_ON_DISK = (None, COMPUTED_SOONER, "load_timeout")
-"""Reasons of `Row.why_computed` for which the copy on disk is good; None of other blocks."""
 
 
 class Admission(NamedTuple):
@@ -101,6 +98,7 @@ class TieredCache:
         self._lookups = Lookups(tiers, self._use_answer)
         self._tails = Tails(tiers, self._recalls)
         self._hits = Hits(tiers, self._recalls, self._lookups, self._tails)
+        self._completion = Completion(tiers, self._hits, self._tails, self._demoter, self._lives)
         self._expiry = Expiry(tiers)
         self._room = Room(tiers, self._promoter, self._demoter, self._hits.readable, self.poll)
         self.operations = Operations(tiers, self._promoter, self._demoter, self._departures)
@@ -312,90 +310,9 @@ class TieredCache:
 
         With `has_rest`, some tokens of the block `last` were computed too, but not all of them.
         """
-        blocks, hashes = chain.blocks, chain.hashes
-        if has_rest and last < len(hashes):
+        if has_rest and last < len(chain.hashes):
             self.begin_compute(chain, last, last + 1)
-        computed = [index for index in range(first, last) if not blocks[index].is_ready]
-        if computed:
-            self._publish(chain, computed)
-        if (tail := chain.tail) is not None:
-            self._publish_pages(tail, [*self._tails.complete(tail, last)])
-            self._tails.pass_by(tail)
-
-    def _publish(self, chain: Chain, computed: Sequence[int]) -> None:
-        blocks, hashes = chain.blocks, chain.hashes
-        chain.row.compute(computed)
-        num_steps = self._tiers.device_link.num_steps
-        for index in computed:
-            block = blocks[index]
-            block.last_step = num_steps
-            if block.source is not None:
-                chain.row.why_computed.setdefault(index, COMPUTED_SOONER)
-            self._tiers.device.fill(block)
-            block.source, block.is_clean = None, False
-        hashed = [index for index in computed if blocks[index].block_hash is not None]
-        now = self._tiers.clock.now()
-        entries = [
-            Entry(
-                block_hash=hashes[index],
-                parent_hash=hashes[index - 1] if index else chain.root,
-                root=chain.root,
-                namespace=chain.namespace,
-                position=index,
-                computed_at=now,
-                last_used=now,
-                claims=claim.retentions,
-                pinned_until=claim.pinned_until,
-            )
-            for claim, part in chain.by_claim(hashed)
-            for index in part
-        ]
-        self._note_computed(chain, entries, hashed)
-
-    def _publish_pages(self, tail: Tail, computed: Sequence[int]) -> None:
-        entries = self._tails.entries(tail, computed)
-        own = [index for index in computed if tail.blocks[index].block_hash is not None]
-        self._note_computed(tail, entries, own)
-
-    def _note_computed(self, chain: Chain, entries: list[Entry], hashed: Sequence[int]) -> None:
-        """Note what was computed, and what the disk and host memory have of it already."""
-        beside = self._find_beside(chain, entries, hashed)
-        self._tiers.events.note_found(chain, {entry.block_hash for entry in beside})
-        added = self._tiers.catalog.add_all(entries)
-        self._note_clean(chain, hashed)
-        self._demoter.note_computed(added)
-        self._lives.ask(beside)
-
-    def _find_beside(
-        self, chain: Chain, entries: Sequence[Entry], indices: Sequence[int]
-    ) -> list[Entry]:
-        """Return those of the computed blocks of which the disk has a good copy, and note it.
-
-        They are not written again.
-        """
-        if not any(chain.disk_until):
-            return []
-        now, why = self._tiers.clock.now(), chain.row.why_computed
-        beside = {
-            index: entry
-            for index, entry in zip(indices, entries, strict=True)
-            if chain.is_on_disk(index, now) and why.get(index) in STILL_ON_DISK
-        }
-        if beside:  # some of these copies may have gone meanwhile
-            until = self._hits.until(chain)
-            beside = {index: entry for index, entry in beside.items() if until[index] > now}
-            for index, entry in beside.items():
-                entry.disk_expires_at = float(until[index])
-        return [*beside.values()]
-
-    def _note_clean(self, chain: Chain, computed: Sequence[int]) -> None:
-        """Note which blocks that were just computed host memory need not get."""
-        tiers, hashes = self._tiers, [chain.hashes[index] for index in computed]
-        pages = tiers.host.find(hashes)
-        tiers.recheck(it for it, page in zip(hashes, pages, strict=True) if page is not None)
-        for claim, part in chain.by_claim(computed):
-            if not tiers.catalog.may_enter(claim.retentions, Tier.HOST):
-                tiers.recheck(chain.hashes[index] for index in part)
+        self._completion.complete(chain, first, last)
 
     def seal(self, chain: Chain, block_hash: BlockHash) -> None:
         """Publish the private block behind the chain, which generated tokens have filled.
@@ -407,10 +324,9 @@ class TieredCache:
         self._expiry.drop_among([block_hash])
         chain.grow([block_hash])
         chain.row.append_computed()
-        if device.insert(block, block_hash, chain.tenant) is block:
-            self.complete(chain, index, index + 1)
-        else:
+        if device.insert(block, block_hash, chain.tenant) is not block:
             device.fill(block)
+        self.complete(chain, index, index + 1)
         self._tiers.events.learn(chain, index, index + 1)
 
     def touch(self, chain: Chain) -> None:
@@ -447,7 +363,7 @@ class TieredCache:
         self._recalls.forget(tail)
         if tail in self._admitted:
             del self._admitted[tail]
-            self._publish_pages(tail, [*self._tails.last(tail)])
+            self._completion.publish_last(tail)
             self._tails.end(tail)
         tail.disk_until = []
 

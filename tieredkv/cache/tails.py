@@ -8,10 +8,9 @@ request may go on.
 Called by the engine's thread only.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from tieredkv.cache.block import Block
-from tieredkv.cache.catalog import Entry
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.recalls import Recalls
 from tieredkv.cache.row import State
@@ -125,33 +124,6 @@ class Tails:
             page = tail.blocks[index] if index < len(tail.blocks) else NO_PAGE
             if page is not NO_PAGE and page.block_hash is None:
                 yield index
-
-    def entries(self, tail: Tail, indices: Sequence[int]) -> list[Entry]:
-        """Give pages their hashes, and return what is known of them, but for those VRAM has."""
-        tiers, now = self._tiers, self._tiers.clock.now()
-        num_steps, made = tiers.device_link.num_steps, list[Entry]()
-        for claim, part in tail.by_claim(indices):
-            for index in part:
-                page, page_hash = tail.blocks[index], tail.hashes[index]
-                if tiers.device.insert(page, page_hash, tail.tenant) is not page:
-                    continue
-                page.last_step = num_steps
-                tiers.device.fill(page)
-                page.source, page.is_clean = None, False
-                identity = tail.identity(index)
-                made.append(
-                    Entry(
-                        block_hash=page_hash,
-                        root=tail.root,
-                        namespace=tail.namespace,
-                        computed_at=now,
-                        last_used=now,
-                        claims=claim.retentions,
-                        pinned_until=claim.pinned_until,
-                        **identity._asdict(),
-                    )
-                )
-        return made
 
     def pass_by(self, tail: Tail) -> None:
         """Release the pages that no token to come attends to, and that no later request may need.

@@ -1,0 +1,150 @@
+"""Publishes what requests have computed, and notes what the slower tiers have of it already.
+
+Called by the engine's thread only.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from tieredkv.cache.block import Block
+from tieredkv.cache.catalog import Entry
+from tieredkv.cache.chain import Chain
+from tieredkv.cache.demotion import Demoter
+from tieredkv.cache.hits import Hits
+from tieredkv.cache.lookups import Lives
+from tieredkv.cache.miss_reasons import COMPUTED_SOONER
+from tieredkv.cache.tail import Tail
+from tieredkv.cache.tails import Tails
+from tieredkv.cache.tiers import Tiers
+from tieredkv.types import Tier
+
+STILL_ON_DISK = (None, COMPUTED_SOONER, "load_timeout")
+"""Reasons of `Row.why_computed` for which the copy on disk is good; None of other blocks."""
+
+
+class Completion:
+    """Makes the blocks and pages that a step computes hits for other requests.
+
+    Args:
+        tiers: the tiers.
+        hits: know which blocks the disk has.
+        tails: know which further pages of blocks are kept.
+        demoter: told of what was computed.
+        lives: ask for the age of copies on disk.
+    """
+
+    def __init__(
+        self, tiers: Tiers, hits: Hits, tails: Tails, demoter: Demoter, lives: Lives
+    ) -> None:
+        self._tiers, self._hits, self._tails = tiers, hits, tails
+        self._demoter, self._lives = demoter, lives
+
+    def complete(self, chain: Chain, first: int, last: int) -> None:
+        """Publish the full blocks `[first, last)` of a chain, and what is kept of their pages."""
+        computed = [index for index in range(first, last) if not chain.blocks[index].is_ready]
+        if computed:
+            self._publish(chain, computed)
+        if (tail := chain.tail) is not None:
+            self._publish_pages(tail, [*self._tails.complete(tail, last)])
+            self._tails.pass_by(tail)
+
+    def _publish(self, chain: Chain, computed: Sequence[int]) -> None:
+        blocks, hashes = chain.blocks, chain.hashes
+        chain.row.compute(computed)
+        for index in computed:
+            if blocks[index].source is not None:
+                chain.row.why_computed.setdefault(index, COMPUTED_SOONER)
+        self._fill(blocks[index] for index in computed)
+        hashed = [index for index in computed if blocks[index].block_hash is not None]
+        now = self._tiers.clock.now()
+        entries = [
+            Entry(
+                block_hash=hashes[index],
+                parent_hash=hashes[index - 1] if index else chain.root,
+                root=chain.root,
+                namespace=chain.namespace,
+                position=index,
+                computed_at=now,
+                last_used=now,
+                claims=claim.retentions,
+                pinned_until=claim.pinned_until,
+            )
+            for claim, part in chain.by_claim(hashed)
+            for index in part
+        ]
+        self._note_computed(chain, entries, hashed)
+
+    def publish_last(self, tail: Tail) -> None:
+        """Keep the last pages of a request that ends, behind which another may go on."""
+        self._publish_pages(tail, [*self._tails.last(tail)])
+
+    def _publish_pages(self, tail: Tail, computed: Sequence[int]) -> None:
+        device, now = self._tiers.device, self._tiers.clock.now()
+        own = [
+            index
+            for index in computed
+            if device.insert(page := tail.blocks[index], tail.hashes[index], tail.tenant) is page
+        ]
+        self._fill(tail.blocks[index] for index in own)
+        entries = [
+            Entry(
+                block_hash=tail.hashes[index],
+                root=tail.root,
+                namespace=tail.namespace,
+                computed_at=now,
+                last_used=now,
+                claims=claim.retentions,
+                pinned_until=claim.pinned_until,
+                **tail.identity(index)._asdict(),
+            )
+            for claim, part in tail.by_claim(own)
+            for index in part
+        ]
+        self._note_computed(tail, entries, own)
+
+    def _fill(self, blocks: Iterable[Block]) -> None:
+        """Note that the last step has computed these blocks."""
+        num_steps = self._tiers.device_link.num_steps
+        for block in blocks:
+            block.last_step = num_steps
+            self._tiers.device.fill(block)
+            block.source, block.is_clean = None, False
+
+    def _note_computed(self, chain: Chain, entries: list[Entry], hashed: Sequence[int]) -> None:
+        """Note what was computed, and what the disk and host memory have of it already."""
+        beside = self._find_beside(chain, entries, hashed)
+        self._tiers.events.note_found(chain, {entry.block_hash for entry in beside})
+        added = self._tiers.catalog.add_all(entries)
+        self._note_clean(chain, hashed)
+        self._demoter.note_computed(added)
+        self._lives.ask(beside)
+
+    def _find_beside(
+        self, chain: Chain, entries: Sequence[Entry], indices: Sequence[int]
+    ) -> list[Entry]:
+        """Return those of the computed blocks of which the disk has a good copy, and note it.
+
+        They are not written again.
+        """
+        if not any(chain.disk_until):
+            return []
+        now, why = self._tiers.clock.now(), chain.row.why_computed
+        beside = {
+            index: entry
+            for index, entry in zip(indices, entries, strict=True)
+            if chain.is_on_disk(index, now) and why.get(index) in STILL_ON_DISK
+        }
+        if beside:  # some of these copies may have gone meanwhile
+            until = self._hits.until(chain)
+            beside = {index: entry for index, entry in beside.items() if until[index] > now}
+            for index, entry in beside.items():
+                entry.disk_expires_at = float(until[index])
+        return [*beside.values()]
+
+    def _note_clean(self, chain: Chain, computed: Sequence[int]) -> None:
+        """Note which blocks that were just computed host memory need not get."""
+        tiers, hashes = self._tiers, [chain.hashes[index] for index in computed]
+        pages = tiers.host.find(hashes)
+        tiers.recheck(it for it, page in zip(hashes, pages, strict=True) if page is not None)
+        for claim, part in chain.by_claim(computed):
+            if not tiers.catalog.may_enter(claim.retentions, Tier.HOST):
+                tiers.recheck(chain.hashes[index] for index in part)
