@@ -2,11 +2,10 @@
 
 import sys
 from array import array
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from tieredkv.cache.chain import BlockClaim, Chain
-from tieredkv.cache.tail import Tail, TailKind
+from tieredkv.cache.tail import Tail, tail_kinds
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import EngineRequest
@@ -30,20 +29,6 @@ def max_cached_blocks(asked: EngineRequest, block_size: int) -> int:
     # Cached blocks have no logits, which the prompt's log-probabilities need.
     most_tokens = asked.cacheable_tokens if asked.prompt_logprobs is None else 0
     return (sys.maxsize if most_tokens is None else most_tokens) // block_size
-
-
-def tail_kinds(spec: KVSpec) -> list[TailKind]:
-    """Return what the pages of a block hold beside the first one."""
-    _, *kinds = spec.page_kinds
-    windows, parts = sorted({kind.window or 0 for kind in kinds}), Counter[int]()
-    num_parts, made = Counter(kind.window or 0 for kind in kinds), list[TailKind]()
-    for kind in kinds:
-        window = kind.window or 0
-        num_blocks = -(-(window - 1) // spec.block_size)
-        group = 1 + windows.index(window)
-        made.append(TailKind(num_blocks, group, parts[window], num_parts[window]))
-        parts[window] += 1
-    return made
 
 
 class Chains:

@@ -24,9 +24,14 @@ class KVDigests:
     def by_block(self, request: EngineRequest) -> dict[BlockHash, str]:
         """Return the xxh3_128 digests of a prompt's full blocks that are in VRAM, head to tail.
 
-        A block is left out while some of its layers are still on their way to VRAM.
+        Behind them come the pages of layers with windows that a hit needs which ends behind these
+        blocks. What is on its way to VRAM is left out while some of its layers are.
         """
-        hashes = self._chains.make(request, request.prompt_token_ids).hashes
+        chain = self._chains.make(request, request.prompt_token_ids)
+        hashes = chain.hashes
+        if chain.tail is not None:
+            needed = chain.tail.needed(len(hashes))
+            hashes = hashes + chain.tail.hashes[needed.start : needed.stop]
         return {
             block_hash: xxhash.xxh3_128_hexdigest(self._device_blocks[block_id].cpu().numpy().data)
             for block_hash, block_id in self._operations.vram_blocks(hashes).items()

@@ -21,12 +21,11 @@ from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.rate_file import Machine, RateFile, disk_name
 from tieredkv.cache.requests import TieredCache
 from tieredkv.cache.settings import CacheSettings
-from tieredkv.cache.tail import SPARE_BLOCKS
+from tieredkv.cache.tail import anchor_pages, tail_kinds
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine.attention import early_bytes
-from tieredkv.engine.chains import tail_kinds
 from tieredkv.engine.disk_tier import DISK, TierKind
 from tieredkv.engine.event_publisher import EventPublisher
 from tieredkv.engine.loader import FoundModel, LoadedModel, find_model
@@ -261,16 +260,30 @@ def share_blocks(spec: KVSpec, num_blocks: int) -> tuple[int, int]:
     Raises:
         ConfigError: not even a chain of one block fits.
     """
-    kinds = tail_kinds(spec)
-    if not kinds:
+    if not (num_kinds := len(tail_kinds(spec))):
         return sys.maxsize, num_blocks
-    most_chunk = max(1, int(num_blocks * CHUNK_SHARE) // len(kinds))
-    num_held = max(kind.num_blocks for kind in kinds) + SPARE_BLOCKS + most_chunk + 2
-    if num_blocks <= num_held * len(kinds):
-        least, has = (num_held * len(kinds) + 1) * spec.block_bytes, num_blocks * spec.block_bytes
+    most_chunk = max(1, int(num_blocks * CHUNK_SHARE) // num_kinds)
+    num_held = _num_held(spec, most_chunk)
+    if num_blocks <= num_held:
+        least, has = (num_held + 1) * spec.block_bytes, num_blocks * spec.block_bytes
         what = f"a request's pages of layers with windows take {format_bytes(least)} of VRAM"
         raise ConfigError(f"{what}, and there are {format_bytes(has)}; raise `device_size`")
-    return most_chunk * spec.block_size, num_blocks - num_held * len(kinds)
+    return most_chunk * spec.block_size, num_blocks - num_held
+
+
+def vram_for(spec: KVSpec, num_tokens: int, most_chunk: int, num_requests: int = 1) -> int:
+    """Return bytes of VRAM with room for so many tokens of requests, and steps of `most_chunk`."""
+    num_blocks = -(-num_tokens // spec.block_size)
+    if num_kinds := len(tail_kinds(spec)):
+        chunk = -(-most_chunk // spec.block_size)
+        for_tokens = (num_blocks + num_requests * _num_held(spec, 0)) / (1 - CHUNK_SHARE)
+        num_blocks = math.ceil(max(for_tokens, chunk * num_kinds / CHUNK_SHARE))
+    return num_blocks * spec.block_bytes
+
+
+def _num_held(spec: KVSpec, most_chunk: int) -> int:
+    """Return how many pages of layers with windows a request holds at most, by blocks of a step."""
+    return anchor_pages(spec) + len(tail_kinds(spec)) * (most_chunk + 2)
 
 
 def _open_rate_file(folder: str, mark: str, tiers: Tiers, model: LoadedModel) -> RateFile | None:

@@ -13,7 +13,7 @@ from tieredkv.engine.store_options import store_options
 from tieredkv.errors import ConfigError, StoreBusyError
 from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicy
 from tieredkv.storage.folder.folder import StoreFolder
-from tieredkv.types import Tier, ignore_progress
+from tieredkv.types import KVSpec, LayerKV, Tier, ignore_progress
 
 
 @pytest.fixture
@@ -82,3 +82,17 @@ def test_the_longest_policy_with_a_disk_says_when_a_key_dies() -> None:
     policies = (*DEFAULT_POLICIES, week, month)
     options = store_options("/kv", Settings(policies=policies))
     assert options.longest_s == 7 * day_s
+
+
+@pytest.mark.parametrize("window", [17, 128, 1024])
+@pytest.mark.parametrize("num_windows", [0, 1, 11])
+@pytest.mark.parametrize(("num_tokens", "chunk"), [(100, 64), (33_000, 2048), (8000, 16_384)])
+def test_vram_that_is_asked_for_has_room_for_chain_and_chunk(
+    window: int, num_windows: int, num_tokens: int, chunk: int
+) -> None:
+    layers = [LayerKV(2, 16), *[LayerKV(2, 16, window)] * num_windows]
+    spec = KVSpec(layers=layers, dtype="bfloat16", block_size=16)
+    num_bytes = parts.vram_for(spec, num_tokens, chunk)
+    most_chunk, num_blocks = parts.share_blocks(spec, num_bytes // spec.block_bytes)
+    assert most_chunk >= chunk
+    assert num_blocks * spec.block_size >= num_tokens

@@ -15,7 +15,7 @@ import pytest
 from tests.engine.test_families import FAMILIES, make_config, write_checkpoint
 from tests.levels import few
 from tieredkv import LLM, SamplingParams
-from tieredkv.types import Tier
+from tieredkv.types import BlockHash, Tier
 
 BLOCK = 16
 
@@ -57,6 +57,11 @@ def test_a_second_request_goes_on_from_vram_with_equal_tokens(folder: Path) -> N
         assert generate(llm, prompt + cold + tokens(20, seed=2))[0] == longer
 
 
+def digests(llm: LLM, prompt: list[int]) -> dict[BlockHash, str]:
+    """Return digests of keys and values that a hit on a prompt's full blocks needs."""
+    return llm.core.kv_digests.by_block(llm.make_request(prompt, SamplingParams()))
+
+
 def flush(llm: LLM, to: Tier) -> None:
     assert llm.core.cache.flush(to, deadline=time.monotonic() + 20)
 
@@ -75,11 +80,14 @@ def test_a_hit_from_slower_tiers_gives_equal_tokens(
     with open_llm(folder, **options, restore=restore) as llm:
         cold, usage = generate(llm, prompt)
         assert usage.cached_tokens == 0
+        computed = digests(llm, prompt)
         flush(llm, tier)
         warm, usage = generate(llm, prompt)
         assert warm == cold
         if restore == "load":
             assert usage.cached_tokens_by_tier[tier] == 288
+            assert digests(llm, prompt) == computed
+            assert len(computed) > len(prompt) // BLOCK
         flush(llm, tier)
         second, usage = generate(llm, prompt + cold + turn)
         if restore == "load":

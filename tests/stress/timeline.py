@@ -178,7 +178,7 @@ def main(
         settings: Row = {"model": model, "disk_dir": folder}
         found, spec = look_up(settings)
         settings |= {"disk_dir": str(Path(folder) / "store")}
-        settings |= tier_sizes(lengths, repeats, spec.token_bytes, found.max_model_len)
+        settings |= tier_sizes(lengths, repeats, found, spec)
         rows = measure(settings, lengths, repeats, restore)
     for row in rows:
         head = "{prefix_tokens} tokens, {ttft_ms} ms, computed in {cold_ms} ms".format(**row)

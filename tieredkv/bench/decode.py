@@ -12,7 +12,7 @@ import contextlib
 import random
 import re
 import time
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from tieredkv.engine.attention import AttentionLayer
 from tieredkv.engine.core import EngineCore
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.loader import find_model
+from tieredkv.engine.parts import vram_for
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, TieredKVError
 from tieredkv.types import DTYPE_BYTES, Progress, tracked
@@ -124,8 +125,9 @@ def run(
     several = [Workload(1, context, tokens + 1) for context in contexts or ()]
     several += map(parse_workload, workloads or ())
     report = begin(settings)
-    device_tokens = max(workload.num_tokens for workload in several) * 3 // 2
-    with contextlib.closing(Bench(settings, report, progress, device_tokens)) as bench:
+    largest = max(several, key=attrgetter("num_tokens"))
+    room = largest.num_tokens * 3 // 2, largest.requests
+    with contextlib.closing(Bench(settings, report, progress, *room)) as bench:
         for workload in tracked(progress, "serving", several):
             bench.serve("", Workload(min(4, workload.requests), workload.given, 4))  # warms up
             part, times = ("throughput", repeats) if workload.requests > 1 else ("itl", 1)
@@ -149,12 +151,21 @@ def _num_pairs(layer: AttentionLayer, num_tokens: int) -> int:
 class Bench:
     """Runs workloads on one engine, records when each token comes, and fills the report."""
 
-    def __init__(self, settings: Row, report: Row, progress: Progress, device_tokens: int) -> None:
+    def __init__(
+        self,
+        settings: Row,
+        report: Row,
+        progress: Progress,
+        device_tokens: int,
+        num_requests: int = 1,
+    ) -> None:
         """Start an engine with room for `device_tokens` in VRAM unless the settings give a size."""
         found = find_model(settings["model"], dtype=settings.get("dtype", "auto"))
-        spec = found.kv_spec(settings.get("block_size", 16))
-        sizes = {"device_size": device_tokens * spec.token_bytes}
-        sizes["host_size"] = MIN_HOST_BLOCKS * spec.block_bytes
+        told = Settings(**{"restore": "load", **settings})
+        spec = found.kv_spec(told.block_size)
+        longest_step = told.resolve_max_num_alone_tokens(found.device.type)
+        vram = vram_for(spec, device_tokens, longest_step, num_requests)
+        sizes = {"device_size": vram, "host_size": MIN_HOST_BLOCKS * spec.block_bytes}
         told = Settings(**{"restore": "load", **sizes, **settings})
         self.core = EngineCore(told, progress=progress)
         self.close, self.report = self.core.close, report

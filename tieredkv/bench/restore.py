@@ -53,8 +53,9 @@ from tieredkv.bench.ttft import (
     serve_once,
     tier_sizes,
 )
+from tieredkv.cache.tail import hit_pages
 from tieredkv.engine.llm import LLM
-from tieredkv.types import Progress, Tier, tracked
+from tieredkv.types import KVSpec, Progress, Tier, tracked
 
 RAW_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}
 """Least bytes of a measurement of the raw disk, which has a file of four times as many."""
@@ -177,7 +178,7 @@ def _serve(llm: LLM, prompt: list[int], arm: str, limit: int, disk: raw.RawDisk)
         for name in ("max_num_batched_tokens", "max_num_alone_tokens") if arm == "chunked" else ():
             stack.enter_context(mock.patch.object(core.scheduler, name, CHUNK_TOKENS))
         sample = serve_once(llm, prompt, digested=not is_in_vram)
-    load_bytes = sample.by_tier[Tier.DISK] * core.kv_spec.token_bytes
+    load_bytes = len(sample.loaded) * core.kv_spec.block_bytes
     return Run(sample, raw_GBps, sample.copied_at - times[0] if load_bytes else 0.0, load_bytes)
 
 
@@ -201,9 +202,7 @@ def run(
         TieredKVError: the process failed.
     """
     found, kv_spec = look_up(settings)
-    sizes = tier_sizes(
-        prefix_tokens, repeats * len(disk_rate), kv_spec.token_bytes, found.max_model_len
-    )
+    sizes = tier_sizes(prefix_tokens, repeats * len(disk_rate), found, kv_spec)
     with temporary_folder(settings.get("disk_dir")) as folder:
         places = {"disk_dir": f"{folder}/store", **temporary_keys(f"{folder}/keys")}
         settings = sizes | settings | {"restore": "load"} | places
@@ -215,11 +214,7 @@ def run(
         raise KeyboardInterrupt
     measured = [it for it in itertools.product(prefix_tokens, disk_rate) if ("cold", *it) in runs]
     cold = {length: _p50(runs["cold", length, disk_rate[0]]) for length, _ in measured}
-    rows = [
-        _row(arm, *case, runs, cold, kv_spec.token_bytes, page_cache)
-        for case in measured
-        for arm in arms
-    ]
+    rows = [_row(arm, *case, runs, cold, kv_spec, page_cache) for case in measured for arm in arms]
     share = DiskShare.expected(settings, kv_spec)
     problems = []
     for row in rows:
@@ -260,14 +255,14 @@ def _p50(runs: list[Run]) -> float:
 
 
 def ideal_ms(
-    length: int, cold: dict[int, float], bytes_per_token: int, raw_GBps: float, device_ms: float
+    length: int, cold: dict[int, float], spec: KVSpec, raw_GBps: float, device_ms: float
 ) -> float:
     """Return the least time of any split of a prefix.
 
     Args:
         length: of the prefix in tokens.
         cold: milliseconds to compute prefixes, by their length.
-        bytes_per_token: of keys and values.
+        spec: how keys and values lie in blocks.
         raw_GBps: the rate of the disk.
         device_ms: what the request takes when all is in VRAM.
     """
@@ -277,7 +272,9 @@ def ideal_ms(
     # A prefill is quadratic in its length, so that it is interpolated as time per token.
     per_token = [ms / tokens if tokens else took_ms[1] / at[1] for tokens, ms in known]
     compute_ms = splits * np.interp(splits, at, per_token)
-    load_ms = (length - splits) * bytes_per_token / raw_GBps / 1e6
+    window_bytes = hit_pages(spec) * spec.block_bytes
+    num_bytes = (length - splits) * spec.token_bytes + window_bytes * (splits < length)
+    load_ms = num_bytes / raw_GBps / 1e6
     return float(np.maximum(compute_ms, load_ms).min()) + device_ms
 
 
@@ -287,7 +284,7 @@ def _row(
     limit: int,
     runs: Runs,
     cold_ms: dict[int, float],
-    token_bytes: int,
+    spec: KVSpec,
     page_cache: str,
 ) -> Row:
     """Return one row of the report: all repeats of an arm."""
@@ -342,6 +339,6 @@ def _row(
     if raw_GBps and arm == "planned":
         rate = min(raw_GBps, limit / 1e9) if limit else raw_GBps
         device_ms = _p50(runs["device", length, limit])
-        row["ideal_ms"] = round(ideal_ms(length, cold_ms, token_bytes, rate, device_ms), 3)
+        row["ideal_ms"] = round(ideal_ms(length, cold_ms, spec, rate, device_ms), 3)
         row["over_ideal"] = round(p50_ms / row["ideal_ms"], 3)
     return row

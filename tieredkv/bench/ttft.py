@@ -46,8 +46,10 @@ from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.sources import DiskShare, WorkerReads
 from tieredkv.bench.temporary_keys import make_place, temporary_folder, temporary_keys
 from tieredkv.cache.block import Block
+from tieredkv.cache.tail import anchor_pages
 from tieredkv.engine.llm import LLM
 from tieredkv.engine.loader import FoundModel, find_model
+from tieredkv.engine.parts import vram_for
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, TieredKVError
 from tieredkv.types import BlockHash, KVSpec, Progress, Tier, tracked
@@ -200,7 +202,7 @@ def run(
         TieredKVError: a process failed.
     """
     found, kv_spec = look_up(settings)
-    sizes = tier_sizes(prefix_tokens, repeats, kv_spec.token_bytes, found.max_model_len)
+    sizes = tier_sizes(prefix_tokens, repeats, found, kv_spec)
     with temporary_folder(settings.get("disk_dir")) as folder:
         path = Path(folder)
         num_bytes = (4 << 30) if torch.cuda.is_available() else (256 << 20)  # more than drives hold
@@ -215,7 +217,7 @@ def run(
             samples |= in_new_process(measure, settings, [length], repeats, ["restart"], last)
         page_cache = sources.page_cache(path)
     rows = [
-        _row(arm, length, samples, kv_spec.token_bytes, page_cache)
+        _row(arm, length, samples, kv_spec.block_bytes, page_cache)
         for arm in arms
         for length in prefix_tokens
     ]
@@ -229,22 +231,28 @@ def run(
     return {**facts, "restore": "load", "raw": limits, "rows": rows, "problems": problems}
 
 
-def tier_sizes(lengths: list[int], repeats: int, token_bytes: int, max_len: int) -> dict[str, int]:
+def tier_sizes(lengths: list[int], repeats: int, found: FoundModel, spec: KVSpec) -> dict[str, int]:
     """Return tier sizes that hold all prompts; the caller's settings take precedence over them.
 
     Raises:
         ConfigError: the model cannot be served at this length.
     """
-    prefix, room = max(lengths), max_len - SUFFIX_TOKENS - OUTPUT_TOKENS
+    prefix, room = max(lengths), found.max_model_len - SUFFIX_TOKENS - OUTPUT_TOKENS
     if prefix > room:
         beside = f"{SUFFIX_TOKENS} further prompt tokens and {OUTPUT_TOKENS} output tokens"
-        what = f"a prefix of {prefix} tokens with {beside} exceeds the model's {max_len} tokens"
-        raise ConfigError(f"{what}; use a prefix of at most {room} tokens")
+        what = f"a prefix of {prefix} tokens with {beside} exceeds the model's"
+        way_out = f"use a prefix of at most {room} tokens"
+        raise ConfigError(f"{what} {found.max_model_len} tokens; {way_out}")
     longest = prefix + SUFFIX_TOKENS + OUTPUT_TOKENS + 256
+    # Others may go on behind the prefix, the prompt and the answer.
+    beside_bytes = 3 * anchor_pages(spec) * spec.block_bytes
+    longest_bytes = longest * spec.token_bytes + beside_bytes
+    disk_bytes = sum(num * spec.token_bytes + beside_bytes for num in lengths) * repeats
+    vram = vram_for(spec, 2 * longest, longest) + beside_bytes
     return {
-        "device_size": max(MIN_RAM_BYTES, 2 * longest * token_bytes),
-        "host_size": max(MIN_RAM_BYTES, 3 * longest * token_bytes // 2),
-        "disk_size": MIN_DISK_BYTES + 5 * sum(lengths) * repeats * token_bytes // 4,
+        "device_size": max(MIN_RAM_BYTES, vram),
+        "host_size": max(MIN_RAM_BYTES, 3 * longest_bytes // 2),
+        "disk_size": MIN_DISK_BYTES + 5 * disk_bytes // 4,
     }
 
 
@@ -296,15 +304,14 @@ def _digest(sample: Sample, reused: Iterable[BlockHash]) -> str | None:
     return xxhash.xxh3_128_hexdigest("".join(known).encode())
 
 
-def _row(arm: str, length: int, samples: Samples, token_bytes: int, page_cache: str) -> Row:
+def _row(arm: str, length: int, samples: Samples, block_bytes: int, page_cache: str) -> Row:
     """Return one row of the report: all repeats of an arm at a prefix length."""
     ours, cold, tier = samples[arm, length], samples["cold", length], TIER_OF_ARM[arm]
     differences, are_equal, are_excluded = zip(*map(compare, ours, cold), strict=True)
     times, cold_times = ([round(it.ttft_ms, 3) for it in each] for each in (ours, cold))
     p50_ms = round(statistics.median(times), 3)
     by_tier = {name: int(statistics.median(it.by_tier[name] for it in ours)) for name in Tier}
-    loaded = statistics.median(it.by_tier[Tier.HOST] + it.by_tier[Tier.DISK] for it in ours)
-    bytes_loaded = int(loaded) * token_bytes
+    bytes_loaded = int(statistics.median(len(it.loaded) for it in ours)) * block_bytes
     from_disk = [it.bytes_from_disk for it in ours if it.bytes_from_disk is not None]
     reused = [
         [each for each in other.digests if arm != "planned" or each in it.loaded]

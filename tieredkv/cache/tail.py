@@ -6,6 +6,7 @@ request holds few of them at a time.
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from tieredkv.cache.groups import KVGroup
 from tieredkv.errors import IntegrityError
 from tieredkv.hashing import page_hash
 from tieredkv.pieces import PIECE_BLOCKS, Pieces, cut
-from tieredkv.types import BlockHash, HashAlgo
+from tieredkv.types import BlockHash, HashAlgo, KVSpec
 
 NO_PAGE = Block(0)
 """Stands in a table where the request holds no page."""
@@ -40,6 +41,31 @@ class TailKind(NamedTuple):
     group: int
     part: int
     num_parts: int
+
+
+def tail_kinds(spec: KVSpec) -> list[TailKind]:
+    """Return what the pages of a block hold beside the first one."""
+    _, *kinds = spec.page_kinds
+    windows, parts = sorted({kind.window or 0 for kind in kinds}), Counter[int]()
+    num_parts, made = Counter(kind.window or 0 for kind in kinds), list[TailKind]()
+    for kind in kinds:
+        window = kind.window or 0
+        num_blocks = -(-(window - 1) // spec.block_size)
+        group = 1 + windows.index(window)
+        made.append(TailKind(num_blocks, group, parts[window], num_parts[window]))
+        parts[window] += 1
+    return made
+
+
+def hit_pages(spec: KVSpec) -> int:
+    """Return how many further pages a hit needs."""
+    kinds = tail_kinds(spec)
+    return len(kinds) * max((kind.num_blocks for kind in kinds), default=0)
+
+
+def anchor_pages(spec: KVSpec) -> int:
+    """Return how many further pages are kept for a place where later requests may go on."""
+    return hit_pages(spec) + len(tail_kinds(spec)) * SPARE_BLOCKS
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
