@@ -178,7 +178,7 @@ def _serve(llm: LLM, prompt: list[int], arm: str, limit: int, disk: raw.RawDisk)
         for name in ("max_num_batched_tokens", "max_num_alone_tokens") if arm == "chunked" else ():
             stack.enter_context(mock.patch.object(core.scheduler, name, CHUNK_TOKENS))
         sample = serve_once(llm, prompt, digested=not is_in_vram)
-    load_bytes = len(sample.loaded) * core.kv_spec.block_bytes
+    load_bytes = len(sample.loaded) * core.kv_spec.block_bytes if sample.by_tier[Tier.DISK] else 0
     return Run(sample, raw_GBps, sample.copied_at - times[0] if load_bytes else 0.0, load_bytes)
 
 
