@@ -35,7 +35,7 @@ from tieredkv.engine.core import EngineCore
 from tieredkv.engine.engine_messages import EngineRequest, TokenOutput
 from tieredkv.engine.graphs import MIXED_SIZES
 from tieredkv.engine.loader import LoadedModel, find_model
-from tieredkv.engine.parts import Parts, make_scheduler, make_tiers
+from tieredkv.engine.parts import Parts, make_scheduler, make_tiers, share_blocks
 from tieredkv.engine.profile import time_steps
 from tieredkv.engine.runner import ModelRunner
 from tieredkv.engine.sampling_params import TokenChoice
@@ -527,7 +527,8 @@ class ModelledCore(EngineCore):
         )
         assert settings.device_size is not None
         num_blocks = settings.device_size // spec.block_bytes
-        max_model_len = min(found.max_model_len, num_blocks * spec.block_size)
+        most_chunk, num_for_chains = share_blocks(spec, num_blocks)
+        max_model_len = min(found.max_model_len, num_for_chains * spec.block_size)
         first_bytes = early_bytes(spec)
         self.device = _Device(self.machine, self.time, 1 - first_bytes / spec.block_bytes)
         self.disk = None
@@ -566,7 +567,7 @@ class ModelledCore(EngineCore):
             timer=timer,
             tiers=tiers,
             cache=cache,
-            scheduler=make_scheduler(settings, cache, spec.block_size, device_type),
+            scheduler=make_scheduler(settings, cache, spec.block_size, device_type, most_chunk),
             rate_file=None,
         )
 

@@ -422,7 +422,7 @@ def _pooled(runs: Sequence[_Seen]) -> dict[str, float]:
 
 def plan(loaded: LoadedSettings, sizes: Row) -> crowd.Plan:
     """Return the settings of all arms, and how many tokens the tiers have room for."""
-    given = {"model": MODEL} | sizes | loaded.given()
+    given = sizes | loaded.given()
     found, spec = look_up(given | {"device": "cpu", "dtype": "bfloat16"})
     names = ("device_size", "host_size", "disk_size")
     checked = load_settings(arguments=given).settings
@@ -478,6 +478,8 @@ def crowd_options(command: Any) -> Any:
     which = arms(CROWD_ARMS, "Arms to run, with commas between.")
     jobs = click.option("--jobs", type=COUNT, default=os.cpu_count(), help="Parallel processes.")
     commit = click.option("--commit", help="Commit to report, for a tree without its history.")
+    told = "Model whose keys and values move; the rates tell how long it computes."
+    model = click.option("--model", default=MODEL, help=told)
     rates = [
         click.option(
             f"--{name.replace('_', '-').lower()}",
@@ -489,7 +491,7 @@ def crowd_options(command: Any) -> Any:
         for name, told in RATES.items()
     ]
     engine = settings_options("cache", "scheduler", without=SET_BY_ARM)
-    return with_options([which, jobs, *rates, commit, engine])(with_machine)
+    return with_options([which, jobs, model, *rates, commit, engine])(with_machine)
 
 
 @main.command(context_settings={"show_default": True})
