@@ -54,6 +54,8 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, 
             None for all of the prompt and the answer.
         read_ends: lengths of chains in tokens at which a hit may end, 0 with them where none is
             kept back; None for any.
+        anchors: lengths of the prompt in tokens behind which the next requests are likely to go on,
+            for models that can go on only where enough is kept.
         prompt_logprobs: alternatives reported with each prompt token, all of which are then
             computed; None for no log-probabilities of the prompt.
         tenant: whose API key it is; tenants never share a block.
@@ -69,6 +71,7 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, 
     claims: list[Claim] = []
     cacheable_tokens: int | None = None
     read_ends: list[int] | None = None
+    anchors: list[int] = []
     prompt_logprobs: int | None = None
     tenant: str = ""
     cache_salt: str | None = None

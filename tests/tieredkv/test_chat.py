@@ -249,3 +249,24 @@ def test_a_prompt_that_cannot_fit_is_refused_as_soon_as_that_is_known() -> None:
             ask()
         assert (caught.value.code, caught.value.param) == ("context_length_exceeded", field)
     assert len(tokenization.encode_prompts(["a" * 5000], is_bounded=False)[0]) == 5000
+
+
+@pytest.mark.parametrize("template", [None, LLAMA_3, TOOLS_BEHIND_SYSTEM, NO_EARLY_TEXT])
+def test_the_next_turn_may_begin_where_the_last_message_and_the_last_question_end(
+    tokenization: Tokenization, template: str | None
+) -> None:
+    tokenizer = tokenization.tokenizer
+    tokenizer.chat_template = template or tokenizer.chat_template
+    asked = tokenization.encode_chat(TALK, {})
+    [end] = asked.anchors
+    without = tokenization.encode_chat(TALK, {"add_generation_prompt": False})
+    assert without.token_ids[:end] == asked.token_ids[:end]
+    assert "more" in str(tokenizer.decode(asked.token_ids[:end]))[-16:]
+    called = [
+        *TALK,
+        {"role": "assistant", "content": ["calls"]},
+        {"role": "tool", "content": ["b"]},
+    ]
+    question, last = tokenization.encode_chat(called, {}).anchors
+    assert question == end
+    assert question < last

@@ -393,7 +393,7 @@ class MessagesRequest(Conversation):
         ]
         # If there are too many marks to look for, only the last ones are looked for.
         encoded = self.encode(tokenization, [place.mark for place in (*read, *marked)])
-        caching: Json = {}
+        caching: Json = {"anchors": encoded.anchors}
         if marked or rules.settings.anthropic_implicit == "off":
             ends = encoded.ends[len(read) :]
             caching["claims"] = [

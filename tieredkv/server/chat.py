@@ -76,6 +76,8 @@ class Encoded(NamedTuple):
     """The token ids of a conversation, and how many of them lie before each mark.
 
     Attributes:
+        anchors: how many lie before the ends of the last message and of the last question, where
+            the next turn may go on.
         parts: the tools and messages that were rendered.
         text: the text of the conversation.
         template: what the chat template was given beside messages and tools: its arguments, and
@@ -85,6 +87,7 @@ class Encoded(NamedTuple):
 
     token_ids: list[int]
     ends: list[int]
+    anchors: list[int] = []  # noqa: RUF012
     parts: Sequence[PromptPart] = ()
     text: str = ""
     place: Place | None = None
@@ -250,11 +253,13 @@ class Tokenization:
             num_tokens = len(self._encoded(text, guards, arguments, None)[0].ids)
             raise too_long(field, num_tokens, limit) from None
         ends = encoding.ends(map(rendered.end, marks))
+        last_ends = (min(rendered.end(mark), len(text)) for mark in _last_messages(messages))
+        anchors = sorted({*encoding.ends(last_ends)} - {0})
         parts = parts_of(arguments.get("tools") or (), PLAIN.contents(given))
         template = {name: value for name, value in arguments.items() if name != "tools"}
         template = {"arguments": template, "time": dict(self._moment.told)}
         place = None if continues_last else place
-        return Encoded(encoding.ids, ends, parts, text, place, template)
+        return Encoded(encoding.ids, ends, anchors, parts, text, place, template)
 
     def reading(self, encoded: Encoded, tools: Tools) -> Reading | None:
         """Return how answers to a conversation are read and remembered; None if neither is done.
@@ -536,6 +541,12 @@ def _ends_of(spans: Spans, place: Callable[[int], int], num_messages: int) -> di
         elif begins_next is not None:
             ends[i, -1] = begins_next
     return ends
+
+
+def _last_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mark]:
+    """Return the ends of the last message and of the last one that a user wrote."""
+    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    return [(i, -1) for i in (len(messages) - 1, *users[-1:])]
 
 
 def _needs_sign(mark: Mark, found: Collection[Mark]) -> bool:

@@ -385,7 +385,8 @@ class ConversationRequest(OpenAIRequest):
         )
         reading = tokenization.reading(encoded, () if structure.choice == "none" else tools)
         plan = self.plan(rules, encoded.ends)
-        plan = msgspec.structs.replace(plan, grammar=structure.grammar(reading))
+        found = {"grammar": structure.grammar(reading), "anchors": encoded.anchors}
+        plan = msgspec.structs.replace(plan, **found)
         how |= {"reading": reading, "continues_text": continues_text}
         how["template"] = encoded.template
         return self.asked([encoded.token_ids], plan, parts=encoded.parts, **how)
