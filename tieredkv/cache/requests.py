@@ -333,7 +333,7 @@ class TieredCache:
         """Have the whole chain of a request refreshed in every tier, some blocks at a time."""
         self._touches.begin(chain)
         if chain.tail is not None:
-            self._touches.begin(chain.tail)
+            self._touches.begin(chain.tail, chain.tail.first_used)
 
     def release(self, chain: Chain) -> None:
         """Release all blocks of a request that finished, was cancelled or was preempted."""
@@ -359,7 +359,7 @@ class TieredCache:
         """Keep the last pages of a request, behind which another may go on, and release all."""
         self._lookups.forget(tail)
         self._touches.finish(tail)
-        self._tiers.touch_pages(tail.hashes)
+        self._tiers.touch_pages(tail.hashes[tail.first_used :])
         self._recalls.forget(tail)
         if tail in self._admitted:
             del self._admitted[tail]

@@ -22,6 +22,11 @@ from tieredkv.types import BlockHash, HashAlgo, KVSpec
 NO_PAGE = Block(0)
 """Stands in a table where the request holds no page."""
 
+INTERVAL = 10
+"""A place is kept where the blocks since the last such one have so many times the bytes of what is
+kept for it. Requests that change what was said before may go on there.
+"""
+
 SPARE_BLOCKS = 2
 """Blocks before those that a hit needs whose pages are kept as well.
 
@@ -81,6 +86,7 @@ class Tail(Chain):
         most_end: behind how many blocks a hit may end, which leaves a token to compute.
         hit_end: behind how many blocks the request will go on from pages that it found; 0 if it
             computes all tokens from where it is.
+        first_used: the first page of those that it found, and of those that it computes.
         kept_ends: numbers of blocks behind which later requests may go on.
         num_done: blocks before it are computed, or were passed.
         first_held: no page of a block before it is held.
@@ -92,6 +98,7 @@ class Tail(Chain):
     tables: list["array[int]"] = field(init=False)
     most_end: int = 0
     hit_end: int = 0
+    first_used: int = 0
     kept_ends: set[int] = field(default_factory=set)
     num_done: int = 0
     first_held: int = 0
@@ -138,11 +145,14 @@ class Tail(Chain):
     def is_kept(self, block: int) -> bool:
         """Return whether a later request may need the pages of a block."""
         reach = self.num_needed + SPARE_BLOCKS
-        return any(end - reach <= block < end for end in self.kept_ends)
+        interval = INTERVAL * self.num_needed * len(self.kinds)
+        is_before = interval - block % interval <= reach
+        return is_before or any(end - reach <= block < end for end in self.kept_ends)
 
     def begin(self, hit_end: int, num_blocks: int) -> None:
         """Begin tables of so many blocks for a request that goes on behind `hit_end` of them."""
         self.hit_end, self.num_done, self.first_held = hit_end, 0, 0
+        self.first_used = self.needed(hit_end).start
         self.extend(num_blocks)
 
     def hold(self, index: int, block: Block) -> None:

@@ -24,9 +24,9 @@ class Touches:
         self._tiers, self._demoter, self._lives = tiers, demoter, lives
         self._begun: dict[Chain, int] = {}  # each with the first block that is left
 
-    def begin(self, chain: Chain) -> None:
-        """Have `go_on` refresh the whole chain, its head first."""
-        self._begun[chain] = 0
+    def begin(self, chain: Chain, first: int = 0) -> None:
+        """Have `go_on` refresh a chain from its block `first` on, its head first."""
+        self._begun[chain] = first
 
     def go_on(self) -> None:
         """Refresh some blocks; the next step continues with the others.
