@@ -6,6 +6,7 @@ of requests, batches or blocks.
 """
 
 import contextlib
+import copy
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from tieredkv.config import Dtype, Fingerprint
+from tieredkv.config import Dtype, Fingerprint, Settings
 from tieredkv.engine.attention import ATTENTION_NAME, AttentionLayer, own_layers
 from tieredkv.engine.byte_tokenizer import BYTE_VOCAB_SIZE, stop_token_ids
 from tieredkv.engine.checkpoint import (
@@ -44,6 +45,7 @@ from tieredkv.engine.fingerprint import (
 )
 from tieredkv.engine.fused import FusedModel
 from tieredkv.engine.quantized import check_quantization_files, find_quantization
+from tieredkv.engine.rope import fixed_rope, scaled_rope, why_unscalable
 from tieredkv.engine.suitability import Reasons, check_config, check_reasons, probe_attention
 from tieredkv.engine.text_model import text_config
 from tieredkv.engine.tiny import init_tiny_weights
@@ -73,6 +75,7 @@ class FoundModel:
         max_model_len: tokens of its longest context.
         folder: the folder of its files; None for a model with drawn weights.
         generation: what its authors recommend for its answers.
+        rope: parameters of its rope where they are not those of its config.json.
     """
 
     name: str
@@ -84,6 +87,7 @@ class FoundModel:
     max_model_len: int
     folder: Path | None
     generation: GenerationConfig
+    rope: dict[str, Any] | None
 
     @property
     def vocab_size(self) -> int:
@@ -109,6 +113,7 @@ class FoundModel:
         quantized numbers themselves would give other keys and values.
         """
         table = self.whole_config.to_dict()
+        table |= {} if self.rope is None else {"rope_parameters": self.rope}
         is_quantized = find_quantization(self.name, self.whole_config) is not None
         return table | ({"arithmetic": self.dtype} if is_quantized else {})
 
@@ -229,7 +234,12 @@ def _window(layer: AttentionLayer) -> str:
 
 
 def find_model(
-    name: str, *, dtype: Dtype = "auto", device: str = "auto", max_context_len: int | None = None
+    name: str,
+    *,
+    dtype: Dtype = "auto",
+    device: str = "auto",
+    max_context_len: int | None = None,
+    rope_scaling: str | None = None,
 ) -> FoundModel:
     """Find a model by its name, and refuse one that cannot be served.
 
@@ -241,11 +251,12 @@ def find_model(
         device: `cpu`, `cuda`, or `auto`: CUDA where there is one.
         max_context_len: the longest context that will be served; None for the longest that the
             model was made for, which is also the highest value.
+        rope_scaling: how its rope is scaled for longer contexts, as in `Settings`.
 
     Raises:
         ModelError: the model cannot be found, read or served.
-        ConfigError: `device` is `cuda` and there is no GPU, or the context is longer than the
-            model's.
+        ConfigError: `device` is `cuda` and there is no GPU, the context is longer than the
+            model's, or its rope cannot be scaled.
     """
     target = _resolve_device(device)
     whole, folder, generation = drawn_config(name), None, GenerationConfig()
@@ -256,11 +267,14 @@ def find_model(
         generation = read_generation_config(name, folder)
     if find_quantization(name, whole) is None and folder is not None:
         check_quantization_files(name, folder)
-    config = text_config(name, whole)
+    told = text_config(name, whole)
+    config = told if rope_scaling is None else scaled_rope(name, told, rope_scaling)
     longest = max_model_len(config)
     if max_context_len is not None and max_context_len > longest:
-        raise _too_long(name, max_context_len, longest)
+        raise _too_long(name, max_context_len, longest, config)
     context_len = max_context_len or longest
+    config = fixed_rope(config, context_len)
+    rope = copy.deepcopy(getattr(config, "rope_parameters", None))
     check_config(name, config, context_len)
     layers = probe_attention(name, config, context_len)
     check_reasons(name, _page_reasons(kv_layers(layers)))
@@ -283,6 +297,23 @@ def find_model(
         max_model_len=context_len,
         folder=folder,
         generation=generation,
+        rope=None if rope == getattr(told, "rope_parameters", None) else rope,
+    )
+
+
+def model_of(settings: Settings) -> FoundModel:
+    """Find the model that settings name, as they say that it is served.
+
+    Raises:
+        ModelError: as `find_model`.
+        ConfigError: as `find_model`.
+    """
+    return find_model(
+        settings.model,
+        dtype=settings.dtype,
+        device=settings.device,
+        max_context_len=settings.max_model_len,
+        rope_scaling=settings.rope_scaling,
     )
 
 
@@ -305,9 +336,12 @@ def _page_reasons(layers: Sequence[LayerKV]) -> Reasons:
         yield layer.num_elements > most, f"{what} {rest}"
 
 
-def _too_long(name: str, asked: int, longest: int) -> ConfigError:
+def _too_long(name: str, asked: int, longest: int, config: PreTrainedConfig) -> ConfigError:
     what = f"`max_model_len` = {asked} is more than the {longest} positions of model `{name}`"
-    return ConfigError(f"{what} (`max_position_embeddings` in config.json); give {longest} or less")
+    way_out = f"give {longest} or less"
+    if why_unscalable(config) is None:
+        way_out += f", or `rope_scaling` = yarn:{-(-asked // longest)}"
+    return ConfigError(f"{what} (`max_position_embeddings` in config.json); {way_out}")
 
 
 def _resolve_device(device: str) -> torch.device:

@@ -28,7 +28,7 @@ from tieredkv.config import Settings
 from tieredkv.engine.attention import early_bytes
 from tieredkv.engine.disk_tier import DISK, TierKind
 from tieredkv.engine.event_publisher import EventPublisher
-from tieredkv.engine.loader import FoundModel, LoadedModel, find_model
+from tieredkv.engine.loader import FoundModel, LoadedModel, model_of
 from tieredkv.engine.profile import count_fitting_blocks, time_steps, warm_up
 from tieredkv.engine.runner import ModelRunner, StepLimits, make_kv_pool
 from tieredkv.engine.sampling_params import TokenChoice
@@ -109,12 +109,7 @@ def build_parts(
     """
     if settings.disk_dir is not None:
         TIER.check(settings)
-    found = find_model(
-        settings.model,
-        dtype=settings.dtype,
-        device=settings.device,
-        max_context_len=settings.max_model_len,
-    )
+    found = model_of(settings)
     device, spec = found.device, found.kv_spec(settings.block_size)
     if (unused := spec.unused_share) > 0:
         what = "layers with windows take %d further pages a block; %.0f %% of all pages are empty"

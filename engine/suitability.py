@@ -7,7 +7,7 @@ interface for causal attention, over all tokens or those of a window.
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -22,12 +22,12 @@ from tieredkv.engine.attention import (
     AttentionLayer,
 )
 from tieredkv.engine.checkpoint import refused
+from tieredkv.engine.rope import SERVED_ROPES, rope_types
 from tieredkv.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
 TESTED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-_STATIC_ROPES = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
 _PROBE_TOKENS = 3
 _HARMLESS_OPTIONS = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict"}
@@ -106,13 +106,8 @@ def _config_reasons(config: PreTrainedConfig, kind: str, context_len: int) -> Re
     is_causal = told("use_bidirectional_attention") in (None, False, "vision")  # text is causal
     is_causal = is_causal and told("is_causal") is not False
     yield not is_causal, "its attention is not causal, and only causal attention is supported"
-    rope = told("rope_parameters")
-    ropes = [rope, *rope.values()] if isinstance(rope, Mapping) else []
-    for each in ropes:  # one for all layers, or one for each type of layer
-        table = each if isinstance(each, Mapping) else {}
-        rope_type = str(table.get("rope_type", "default"))
-        what = f"its rope of type `{rope_type}` depends on the sequence's length or is not known"
-        yield rope_type not in _STATIC_ROPES, what
+    for rope_type in rope_types(config):
+        yield rope_type not in SERVED_ROPES, f"its rope of type `{rope_type}` is not known"
 
 
 def _is_window(size: object) -> bool:

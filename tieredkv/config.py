@@ -20,11 +20,13 @@ from tieredkv.errors import ConfigError
 from tieredkv.kinds import (
     Bytes,
     FilePath,
+    RopeScaling,
     Seconds,
     TemplateArguments,
     TemplateDate,
     kind_of,
     parse_at,
+    parse_rope_scaling,
     parse_template_arguments,
     parse_template_date,
 )
@@ -111,6 +113,12 @@ class Settings:
         None,
         "Most tokens of a prompt and its answer together. By default the model's own limit, "
         "which is also the highest value.",
+    )
+    rope_scaling: RopeScaling | None = _model(
+        None,
+        "Scales the model's rope by YaRN for contexts beyond its positions: `yarn:4` for four "
+        "times as many, or `yarn:4:32768` if its authors name an original length of their own. "
+        "Blocks are cached apart from those without it, and short contexts may lose quality.",
     )
     fingerprint: Fingerprint = _model(
         "full",
@@ -410,6 +418,7 @@ class Settings:
             raise ConfigError(f"`tenant_shares` = {shares} must be {what}")
         parse_template_arguments(self.chat_template_kwargs)
         parse_template_date(self.template_date or "")
+        parse_at("`rope_scaling`", parse_rope_scaling, self.rope_scaling or "")
         names = [policy.name for policy in self.policies]
         for name in names:
             if names.count(name) > 1:

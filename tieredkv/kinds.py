@@ -6,6 +6,7 @@ A kind follows from the type of a field. This module knows no setting by name.
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from datetime import date
@@ -21,7 +22,11 @@ Seconds = Annotated[float, "seconds"]
 FilePath = Annotated[str, "a path, in which ~ is a home folder"]
 TemplateArguments = Annotated[str, "arguments of a chat template, as a JSON object"]
 TemplateDate = Annotated[str, "a date such as 2025-06-30, or `start`"]
+RopeScaling = Annotated[str, "a scaled rope such as yarn:4"]
 AT_START = "start"
+
+_YARN = re.compile(r"yarn:(\d{1,4}(?:\.\d{1,9})?)(?::(\d{1,9}))?")
+"""A factor, and the number of positions that it multiplies."""
 
 
 def parse_at(where: str, parse: Callable[[Any], object], value: object) -> object:
@@ -102,6 +107,24 @@ def parse_template_date(value: object) -> str | None:
     raise ConfigError(f"`{value}` is neither a day such as 2025-06-30 nor `{AT_START}`")
 
 
+def parse_rope_scaling(value: object) -> str | None:
+    """Return the scaling of a rope as a text; None for an empty one."""
+    text = value.strip() if isinstance(value, str) else str(value)
+    if text:
+        yarn_of(text)
+    return text or None
+
+
+def yarn_of(text: str) -> tuple[float, int | None]:
+    """Return the factor of a scaled rope and the original number of positions, if it is told."""
+    if found := _YARN.fullmatch(text):
+        factor, original = float(found[1]), int(found[2] or 0)
+        if factor > 1:
+            return factor, original or None
+    what = "`yarn:` and a factor above 1, such as yarn:4 or yarn:4:32768"
+    raise ConfigError(f"`{text}` is not {what}")
+
+
 class Kind(NamedTuple):
     """How values of a setting are read, and how they are shown and described to people."""
 
@@ -118,6 +141,7 @@ _KINDS = {
     TemplateArguments: Kind(parse_template_arguments, str, "JSON", '{"enable_thinking": false}'),
     FilePath | None: Kind(parse_path, str, "PATH"),
     TemplateDate | None: Kind(parse_template_date, str, "DATE"),
+    RopeScaling | None: Kind(parse_rope_scaling, str, "SCALING", "yarn:4"),
     Bytes: _SIZE,
     Bytes | None: _SIZE,
     Seconds: Kind(parse_duration, format_duration, "DURATION", "2m"),

@@ -54,20 +54,6 @@ def examine(
         ("diffllama", {}),
         ("bert", {}),
         ("vit", {}),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
-        (
-            "llama",
-            {
-                "rope_parameters": {
-                    "rope_type": "longrope",
-                    "rope_theta": 1e4,
-                    "factor": 2.0,
-                    "original_max_position_embeddings": 128,
-                    "short_factor": [1.0] * 8,
-                    "long_factor": [2.0] * 8,
-                }
-            },
-        ),
         ("lfm2_moe", {}),
     ],
 )

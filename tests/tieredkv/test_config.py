@@ -109,6 +109,7 @@ def test_every_plain_setting_can_come_from_everywhere(write_toml: WriteToml) -> 
         "dtype": "float16",
         "device": "cpu",
         "max_model_len": 4096,
+        "rope_scaling": "yarn:4",
         "fingerprint": "sample",
         "generation_config": "none",
         "served_model_name": "name",

@@ -184,6 +184,7 @@ def look_up(settings: Row, *, max_context_len: int | None = None) -> tuple[Found
     """
     make_place(settings.get("disk_dir"))
     told = {name: settings.get(name, "auto") for name in ("dtype", "device")}
+    told["rope_scaling"] = settings.get("rope_scaling")
     found = find_model(settings["model"], max_context_len=max_context_len, **told)
     return found, found.kv_spec(settings.get("block_size", 16))
 

@@ -35,7 +35,10 @@ Finding = tuple[str, str, str]
 
 @click.command()
 @click.argument("model", required=False)
-@settings_options("dtype", "device", "block_size", "disk_dir", "disk_key_dir", "disk_read_limit")
+@settings_options(
+    *("dtype", "device", "max_model_len", "rope_scaling"),
+    *("block_size", "disk_dir", "disk_key_dir", "disk_read_limit"),
+)
 @answering
 def doctor(loaded: LoadedSettings) -> Answer:
     """Check what this machine can do for each tier.

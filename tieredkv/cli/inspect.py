@@ -38,7 +38,8 @@ from tieredkv.units import format_bytes, format_duration
 @click.option("--cache-salt", help="The `cache_salt` of the prompt.")
 @click.option("--prompt-cache-key", help="The `prompt_cache_key` of the prompt.")
 @settings_options(
-    *("dtype", "fingerprint", "block_size", "hash_algo", "isolate_by", "disk_dir", "admin_key")
+    *("dtype", "max_model_len", "rope_scaling", "fingerprint"),
+    *("block_size", "hash_algo", "isolate_by", "disk_dir", "admin_key"),
 )
 @url_option
 @answering

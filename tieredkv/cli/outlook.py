@@ -16,7 +16,7 @@ from tieredkv.cache.rate_file import SavedRates, disk_name, read_rates
 from tieredkv.cli.probing import folder_to_try
 from tieredkv.config import Settings
 from tieredkv.engine.core import EngineCore
-from tieredkv.engine.loader import FoundModel, find_model
+from tieredkv.engine.loader import FoundModel, model_of
 from tieredkv.types import KVSpec, Tier
 
 LENGTHS = (2048, 8192, 32_768, 131_072)
@@ -79,7 +79,7 @@ def measure(settings: Settings) -> Rates:
 
 def plans(settings: Settings, rates: Rates) -> list[Json]:
     """Return the plan for prefixes of several lengths, from each tier that has a known rate."""
-    found = find_model(settings.model, dtype=settings.dtype, device=settings.device)
+    found = model_of(settings)
     spec = found.kv_spec(settings.block_size)
     saved = rates.saved
     if saved is not None and (

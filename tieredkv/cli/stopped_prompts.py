@@ -17,7 +17,7 @@ from tieredkv.config import Settings
 from tieredkv.engine.chains import Chains
 from tieredkv.engine.checkpoint import load_tokenizer
 from tieredkv.engine.engine_messages import EngineInfo
-from tieredkv.engine.loader import FoundModel, find_model
+from tieredkv.engine.loader import FoundModel, model_of
 from tieredkv.engine.store_options import guard_names_key
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import Inspect, NamesKey
@@ -44,7 +44,7 @@ def inspect(
         RequestError: a request with this prompt would be refused.
     """
     settings = replace(settings, api_keys=(api_key,) if api_key else (), api_keys_file=None)
-    found = find_model(settings.model, dtype=settings.dtype, device=settings.device)
+    found = model_of(settings)
     fingerprint = found.find_fingerprint(fingerprint=settings.fingerprint)
     spec, tokenizer = found.kv_spec(settings.block_size), load_tokenizer(settings.model)
     tokenization = make_tokenization(tokenizer, settings, found.max_model_len)
