@@ -27,7 +27,14 @@ from tieredkv.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
-TESTED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+TESTED_MODEL_TYPES = frozenset(
+    {
+        *("cohere2", "exaone4", "gemma3_text", "gemma4_text", "gemma4_unified_text", "gpt_oss"),
+        *("laguna", "llama", "mellum", "mistral", "olmo3", "qwen2", "qwen3", "qwen3_moe"),
+    }
+)
+"""Types that answer as transformers generates (`tests/engine/test_family_answers.py`)."""
+
 _PROBE_TOKENS = 3
 _HARMLESS_OPTIONS = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict"}

@@ -2,7 +2,8 @@
 
 Where the text model stands in the whole, and what stands beside it, is taken from transformers'
 class of the whole, built without memory. Names of tensors are those of checkpoints as transformers
-writes them now, or as it wrote them before version 5.
+writes them now, or as it wrote them before version 5; for what stands beside the text, its table of
+renamings is asked, too.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import re
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
@@ -19,16 +21,24 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, apply_renamings
 
 from tieredkv.engine.checkpoint import refused, refusing
 from tieredkv.engine.quantized import CONFIG_FIELDS, Tensors
 
 _AUTO_MODEL: Any = AutoModelForMultimodalLM  # untyped in transformers
 
-_SAME_TEXT = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+_SAME_TEXT: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_vl_text": ("qwen2", {}),
+    "qwen2_5_vl_text": ("qwen2", {}),
+    "qwen3_vl_text": ("qwen3", {}),
+    "qwen3_vl_moe_text": ("qwen3_moe", {"norm_topk_prob": True}),
+}
 """Text models without a class of their own, and the type with the same weights and results.
 
-They rotate by three positions, which are equal for a token of text.
+They rotate by three positions, which are equal for a token of text. What their code always does is
+a field of the other type.
 """
 
 _ALWAYS_IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
@@ -60,11 +70,12 @@ def text_config(name: str, config: PreTrainedConfig) -> PreTrainedConfig:
     if type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING:
         raise refused(name, f"transformers has no multimodal language model of type `{kind}`")
     if same := _SAME_TEXT.get(text.model_type):
-        table = text.to_dict()
+        kind_of_text, told = same
+        table = text.to_dict() | told
         del table["model_type"]
         rope = table.get("rope_parameters") or {}
         table["rope_parameters"] = {k: it for k, it in rope.items() if k not in _ROPE_OF_IMAGES}
-        text = AutoConfig.for_model(same, **table)
+        text = AutoConfig.for_model(kind_of_text, **table)
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         what = f"transformers has no causal language model of type `{text.model_type}`"
         raise refused(name, f"{what}, which is the text model of `{kind}`")
@@ -121,10 +132,13 @@ def split_tensors(
     beside = {_head(key, parent) for key in whole.state_dict() if not key.startswith(f"{path}.")}
     beside -= {*own.split("|")}
     ignored = ignored_names(whole)
+    renamings = [it for it in get_model_conversion_mapping(whole) if isinstance(it, WeightRenaming)]
+    state = model.state_dict()
     text: Tensors = {}
     others = []
     for key, tensor in tensors.items():
-        if _head(key, parent) in beside or ignored.search(key):
+        heads = {_head(it, parent) for it in (key, apply_renamings(key, renamings))}
+        if heads & beside or ignored.search(key):
             others.append(key)
             continue
         renamed = whole_text.sub("", key)
@@ -132,11 +146,40 @@ def split_tensors(
             renamed = base + renamed.removeprefix(f"{path}.")
         if renamed in text:
             raise refused(name, f"tensor `{renamed}` is in its weight files by two names")
-        text[renamed] = tensor
+        is_turned = renamed in state and _is_turned(tensor, state[renamed])
+        text[renamed] = Transposed(tensor) if is_turned else tensor
     # The two configs may disagree, and what is stored decides.
     is_tied = any(getattr(it, "tie_word_embeddings", False) for it in (config, model.config))
-    heads = {*(model._tied_weights_keys or ())}
-    return SplitTensors(text, others, is_tied and heads.isdisjoint(text))
+    outputs = {*(model._tied_weights_keys or ())}
+    return SplitTensors(text, others, is_tied and outputs.isdisjoint(text))
+
+
+def _is_turned(tensor: Any, expected: Tensor) -> bool:
+    """Whether weights of experts are stored as [experts, inputs, outputs], as by Qwen3-VL-MoE."""
+    stored, wanted = [*tensor.get_shape()], [*expected.shape]
+    return len(wanted) == 3 and stored != wanted and stored == [wanted[i] for i in (0, 2, 1)]
+
+
+class Transposed:
+    """Weights of experts whose rows and columns are exchanged, read like a slice of safetensors."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of what is read."""
+        experts, inputs, outputs = self._tensor.get_shape()
+        return [experts, outputs, inputs]
+
+    def get_dtype(self) -> str:
+        """Return the dtype of what is read, by safetensors' name."""
+        return str(self._tensor.get_dtype())
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Read all of it."""
+        assert index is Ellipsis, index
+        read: Tensor = self._tensor[...]
+        return read.transpose(1, 2).contiguous()
 
 
 def _whole_model(name: str, config: PreTrainedConfig) -> PreTrainedModel:

@@ -23,7 +23,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[Settings], None]:
     def fail(*_: object, **__: object) -> None:
         pytest.fail("this is too early")
 
-    for name in ("find_model", "HostArena"):
+    for name in ("model_of", "HostArena"):
         monkeypatch.setattr(parts, name, fail)
     monkeypatch.setattr(disk_tier, "StoreClient", fail)
 

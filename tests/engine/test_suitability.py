@@ -55,6 +55,7 @@ def examine(
         ("bert", {}),
         ("vit", {}),
         ("lfm2_moe", {}),
+        ("lfm2_moe", {"layer_types": ["conv", "full_attention"]}),
     ],
 )
 def test_a_model_that_cannot_be_paged_is_refused_with_its_reason(

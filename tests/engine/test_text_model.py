@@ -93,6 +93,18 @@ WHOLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         QWEN_VISION | {"deepstack_visual_indexes": [0]},
     ),
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe",
+        {
+            "model_type": "qwen3_vl_moe_text",
+            "rope_parameters": MROPE | {"mrope_interleaved": True},
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+        QWEN_VISION | {"deepstack_visual_indexes": [0]},
+    ),
     "smolvlm": (
         "smolvlm",
         {"model_type": "llama", "head_dim": 16},
@@ -197,6 +209,16 @@ def test_text_that_is_named_as_a_text_model_does_is_the_same_by_the_names_of_the
     expected, tensors = load(tmp_path).model.state_dict(), read(tmp_path)
     names = {"model.": "model.language_model.", "visual.": "model.visual."}
     write(tmp_path, rename(tensors, names))
+    found = load(tmp_path).model.state_dict()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_experts_may_be_stored_with_inputs_before_outputs(tmp_path: Path) -> None:
+    write_whole(tmp_path, whole_config("qwen3_vl_moe"))
+    expected, tensors = load(tmp_path).model.state_dict(), read(tmp_path)
+    turned = {k: it.transpose(1, 2).contiguous() for k, it in tensors.items() if it.ndim == 3}
+    assert len([key for key in turned if "experts" in key]) == 4
+    write(tmp_path, tensors | turned)
     found = load(tmp_path).model.state_dict()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 

@@ -10,7 +10,7 @@ from tieredkv.cache.compute_rate import ComputeRate
 from tieredkv.cli import outlook
 from tieredkv.cli.outlook import Rates, plans
 from tieredkv.config import load_settings
-from tieredkv.engine.loader import find_model
+from tieredkv.engine.loader import model_of
 from tieredkv.steps import pairs
 
 
@@ -35,7 +35,7 @@ def test_what_a_fast_host_link_has_is_loaded_in_whole_and_what_a_disk_has_in_par
         assert plan["split_token"] < 512 or plan["split_token"] == plan["prefix_tokens"]
         assert plan["planned_ms"] <= 1.13 * min(plan["compute_ms"], plan["load_ms"])
     on_gpu = partial(replace, device=torch.device("cuda"))
-    monkeypatch.setattr(outlook, "find_model", lambda *a, **b: on_gpu(find_model(*a, **b)))
+    monkeypatch.setattr(outlook, "model_of", lambda it: on_gpu(model_of(it)))
     made = plans(settings, rates)
     computed = {(it["tier"], it["prefix_tokens"]): it["split_token"] for it in made}
     assert computed["host", 8_192] == 0

@@ -1,0 +1,273 @@
+"""The engine answers as transformers generates, for checkpoints like the published ones.
+
+Each config is a shrunk copy of a published config.json: the same fields, with smaller sizes. The
+prompts are longer than the windows, and are computed in chunks of odd sizes, alone and beside each
+other.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from tests.engine.test_families import SMALL, write_checkpoint
+from tests.engine.test_text_model import QWEN_VISION, VISION, write_whole
+from tieredkv import LLM, SamplingParams
+from tieredkv.engine.suitability import TESTED_MODEL_TYPES
+
+CONTEXT_LEN = 256
+LENGTHS = (1, 17, 64, 131, 203)
+NUM_TOKENS = 16
+S, F = "sliding_attention", "full_attention"
+
+
+def rope(theta: float, rope_type: str = "default", **others: Any) -> dict[str, Any]:
+    return {"rope_type": rope_type, "rope_theta": theta} | others
+
+
+GEMMA_4 = {
+    "vocab_size_per_layer_input": 300,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 32,
+    "rms_norm_eps": 1e-6,
+    "final_logit_softcapping": 30.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rope_parameters": {F: rope(1e6, "proportional", partial_rotary_factor=0.25), S: rope(1e4)},
+    "tie_word_embeddings": True,
+}
+GEMMA_3 = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 32,
+    "layer_types": [*[S] * 5, F, S, S],
+    "rope_parameters": {F: rope(1e6, "linear", factor=8.0), S: rope(1e4)},
+    "tie_word_embeddings": True,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere2": (
+        "cohere2",
+        {
+            "layer_types": [S, S, S, F],
+            "sliding_window": 48,
+            "logit_scale": 0.25,
+            "rope_parameters": rope(5e4),
+            "head_dim": 16,
+        },
+    ),
+    "exaone4": (
+        "exaone4",
+        {
+            "layer_types": [S, S, S, F],
+            "sliding_window": 48,
+            "sliding_window_pattern": "LLLG",
+            "rope_parameters": rope(
+                1e6,
+                "llama3",
+                factor=16.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=64,
+            ),
+        },
+    ),
+    "gemma3": ("gemma3_text", GEMMA_3),
+    "gemma4 e2b": (
+        "gemma4_text",
+        GEMMA_4
+        | {
+            "layer_types": [S, S, S, F] * 2,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 4,
+            "use_double_wide_mlp": True,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "gemma4 26b": (
+        "gemma4_text",
+        GEMMA_4
+        | {
+            "layer_types": [*[S] * 5, F],
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "layer_types": [S, F] * 2,
+            "sliding_window": 32,
+            "head_dim": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rope_parameters": rope(
+                1.5e5,
+                "yarn",
+                factor=32.0,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                truncate=False,
+                original_max_position_embeddings=64,
+            ),
+        },
+    ),
+    "laguna": (
+        "laguna",
+        EXPERTS
+        | {
+            "layer_types": [F, S, S, S],
+            "sliding_window": 32,
+            "head_dim": 16,
+            "num_attention_heads_per_layer": [4, 8, 8, 8],
+            "gating": "per-head",
+            "shared_expert_intermediate_size": 32,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "moe_routed_scaling_factor": 2.5,
+            "rope_parameters": {
+                F: rope(
+                    5e5,
+                    "yarn",
+                    factor=4.0,
+                    original_max_position_embeddings=64,
+                    beta_fast=64.0,
+                    beta_slow=1.0,
+                    attention_factor=1.0,
+                    partial_rotary_factor=0.5,
+                ),
+                S: rope(1e4, partial_rotary_factor=1.0),
+            },
+        },
+    ),
+    "mellum": (
+        "mellum",
+        EXPERTS
+        | {
+            "layer_types": [S, S, S, F],
+            "sliding_window": 32,
+            "head_dim": 16,
+            "norm_topk_prob": True,
+            "rope_parameters": {
+                F: rope(5e5, "yarn", factor=4.0, original_max_position_embeddings=64),
+                S: rope(1e4),
+            },
+        },
+    ),
+    "mistral in a window": ("mistral", {"sliding_window": 48, "head_dim": 16}),
+    "olmo3": (
+        "olmo3",
+        {
+            "layer_types": [S, S, S, F],
+            "sliding_window": 48,
+            "rope_parameters": {
+                F: rope(5e5, "yarn", factor=8.0, original_max_position_embeddings=64),
+                S: rope(5e5),
+            },
+        },
+    ),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
+    "qwen2": ("qwen2", {}),
+    "llama": ("llama", {}),
+}
+MROPE = rope(5e6, mrope_section=[4, 2, 2], mrope_interleaved=True)
+WHOLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3 in its wrapper": ("gemma3", GEMMA_3 | {"model_type": "gemma3_text"}, VISION),
+    "gemma4 e4b in its wrapper": (
+        "gemma4",
+        TEXTS["gemma4 e2b"][1] | {"model_type": "gemma4_text", "num_key_value_heads": 2},
+        VISION,
+    ),
+    "gemma4 12b in its wrapper": (
+        "gemma4_unified",
+        GEMMA_4
+        | {
+            "model_type": "gemma4_unified_text",
+            "layer_types": [*[S] * 5, F],
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "use_bidirectional_attention": "vision",
+        },
+        VISION,
+    ),
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe",
+        EXPERTS | {"model_type": "qwen3_vl_moe_text", "rope_parameters": MROPE, "head_dim": 16},
+        QWEN_VISION | {"deepstack_visual_indexes": [0]},
+    ),
+}
+
+
+def text_sizes(told: dict[str, Any]) -> dict[str, Any]:
+    layers = len(told.get("layer_types", range(3)))
+    sizes = {"num_hidden_layers": layers, "max_position_embeddings": CONTEXT_LEN}
+    return SMALL | sizes | {"bos_token_id": 1, "eos_token_id": 7} | told
+
+
+def make_whole(name: str) -> PreTrainedConfig:
+    kind, text, vision = WHOLES[name]
+    text = text_sizes(text) | {"pad_token_id": 0}
+    return AutoConfig.for_model(kind, text_config=text, vision_config=vision)
+
+
+def prompts() -> list[list[int]]:
+    return [random.Random(n).choices(range(10, 256), k=n) for n in LENGTHS]
+
+
+@torch.inference_mode()
+def expected_answers(model: Any) -> list[list[int]]:
+    """Return the greedy answers of transformers without any of its caches."""
+    answers = []
+    model.set_attn_implementation("eager")
+    for prompt in prompts():
+        ids = [*prompt]
+        for _ in range(NUM_TOKENS):
+            logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+            ids.append(int(logits.argmax()))
+        answers.append(ids[len(prompt) :])
+    return answers
+
+
+def assert_same_answers(folder: Path, expected: list[list[int]]) -> None:
+    """Compare answers in a batch, and of each prompt alone, computed in chunks of odd sizes."""
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    sizes: dict[str, Any] = {"device_size": "16MiB", "host_size": "16MiB"}
+    for chunk, batches in ((37, [prompts()]), (53, [[each] for each in reversed(prompts())])):
+        with LLM(str(folder), device="cpu", max_num_batched_tokens=chunk, **sizes) as llm:
+            told = [llm.generate(batch, params) for batch in batches]
+            answers = [answer.token_ids for batch in told for answer in batch]
+            llm.core.cache.check()
+        assert answers == (expected if len(batches) == 1 else expected[::-1])
+    assert len({token for answer in expected for token in answer}) > NUM_TOKENS // 2
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_the_engine_answers_as_transformers_generates(name: str, tmp_path: Path) -> None:
+    model_type, told = TEXTS[name]
+    write_checkpoint(tmp_path, AutoConfig.for_model(model_type, **text_sizes(told)))
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert_same_answers(tmp_path, expected_answers(model))
+
+
+@pytest.mark.parametrize("name", WHOLES)
+def test_the_engine_answers_as_the_whole_of_a_multimodal_checkpoint(
+    name: str, tmp_path: Path
+) -> None:
+    model = write_whole(tmp_path, make_whole(name))
+    assert_same_answers(tmp_path, expected_answers(model))
+
+
+def test_the_log_names_the_types_that_are_tested_here() -> None:
+    types = {model_type for model_type, _ in TEXTS.values()}
+    types |= {text["model_type"] for _, text, _ in WHOLES.values()}
+    assert types - {"qwen3_vl_moe_text"} == TESTED_MODEL_TYPES, "which is served as qwen3_moe"
