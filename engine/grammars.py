@@ -51,6 +51,9 @@ SLOW_S = 0.1
 MAX_THREADS = 8
 """That compile one grammar or fill the masks of one step; no more than the machine has cores."""
 
+_GEMMA_STYLE, _GEMMA_QUOTE = '"style": "gemma"', '<|"|>'
+"""A style of JSON in structural tags, and the token that it writes around texts."""
+
 TOO_SLOW = "its grammar takes too long for one token"
 
 Compiled: TypeAlias = "xgrammar.CompiledGrammar"
@@ -86,7 +89,8 @@ class Compiler:
         if not self._eos_token_ids:
             what = "This model names no end token, so its answers cannot be constrained."
             raise RequestError(what, code="unsupported_parameter")
-        named = frozenset(id for text, id in self._special.items() if text in grammar)
+        shown = grammar + _GEMMA_QUOTE * (_GEMMA_STYLE in grammar)
+        named = frozenset(id for text, id in self._special.items() if text in shown)
         try:
             return self._compiler(named).compile_structural_tag(grammar)
         except (RuntimeError, ValueError) as error:  # what xgrammar raises

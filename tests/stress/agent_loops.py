@@ -50,6 +50,7 @@ TOOLS: Any = [
 ]
 ARGUMENTS = {
     "json": '{"days":[%d,2] , "city":"Z\\u00fcrich"}',
+    "gemma": '{days:[%d,2],city:<|"|>Zürich<|"|>}',
     "qwen_xml": "<parameter=days>\n[%d,2]\n</parameter>\n<parameter=city>\nZürich\n</parameter>",
     "minimax_xml": '<parameter name="days">[%d,2]</parameter>\n<parameter name="city">Zürich'
     "</parameter>",

@@ -25,6 +25,7 @@ TOOL = {"name": "run", "parameters": {"type": "object", "properties": {"text": {
 TOOLS = [{"type": "function", "function": TOOL}]
 WRITTEN: dict[str, Callable[[dict[str, str]], str]] = {
     "json": json.dumps,
+    "gemma": lambda given: f'{{text:<|"|>{given["text"]}<|"|>}}',
     "qwen_xml": lambda given: f"<parameter=text>\n{given['text']}\n</parameter>",
     "minimax_xml": lambda given: f'<parameter name="text">{given["text"]}</parameter>',
     "glm_xml": lambda given: f"<arg_key>text</arg_key><arg_value>{given['text']}</arg_value>",

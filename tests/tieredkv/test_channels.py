@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 import pytest
+import torch
 
 from tests.tieredkv.channels import GEMMA_4, GPT_OSS, SPECIAL
 from tests.tieredkv.test_histories import HISTORIES, told
@@ -16,6 +17,7 @@ from tests.tieredkv.test_remembered import made_tokenizer
 from tests.tieredkv.test_tool_calls import Engine, anthropic_of, called, close_apis, openai_of
 from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import EngineRequest, TokenOutput
+from tieredkv.engine.grammars import Compiler, Matcher, allowed_tokens
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.fields import read as read_body
 from tieredkv.server.asked import Rules
@@ -25,6 +27,7 @@ from tieredkv.server.message_parser import MessageParser, choose, detect, famili
 from tieredkv.server.openai_api import ChatRequest
 from tieredkv.server.remembered import Memory, RememberedAnswers
 from tieredkv.server.reply import Reply
+from tieredkv.server.structure import Structure
 from tieredkv.server.template_clock import TemplateClock
 
 __all__ = ["close_apis"]
@@ -484,3 +487,85 @@ def test_an_answer_that_comes_back_has_the_tokens_that_were_sampled(name: str) -
     result = {"role": "tool", "tool_call_id": "call_1", "content": ["12"]}
     again = tokenization.encode_chat([*asked, turn, result], how).token_ids
     assert again[: len(prompt.token_ids) + len(ids)] == [*prompt.token_ids, *ids]
+
+
+# --- Grammars
+
+STRICT: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "array", "items": {"enum": ["Mon", 2]}},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+
+
+def forced(name: str, **function: Any) -> Matcher:
+    """Return what holds a model to a call; the checkpoint names an end token of its own only."""
+    tools = [{"type": "function", "function": {"name": "now", "parameters": STRICT} | function}]
+    tokenization, tokenizer = tokenization_of(name), TOKENIZERS[name]
+    prompt = tokenization.encode_chat([{"role": "user", "content": ["When?"]}], {})
+    structure = Structure(tools=tools, choice="required", is_parallel=False)
+    grammar = structure.grammar(tokenization.reading(prompt, tools))
+    assert grammar is not None
+    vocabulary = tokenizer.get_vocab()
+    ends = {vocabulary["<eos>" if name == "gemma-4" else "<|return|>"]}
+    return Matcher(Compiler(tokenizer, len(tokenizer), ends).compile(grammar))
+
+
+def allowed(matcher: Matcher, name: str) -> set[str]:
+    """Return the special tokens that may come next."""
+    tokenizer = TOKENIZERS[name]
+    mask = allowed_tokens([matcher], [()], len(tokenizer), torch.device("cpu"))[0]
+    return {it for it in SPECIAL[name] if mask[tokenizer.get_vocab()[it]]}
+
+
+def follow(matcher: Matcher, name: str, text: str) -> None:
+    for token_id in TOKENIZERS[name].encode(text, add_special_tokens=False):
+        matcher.accept(token_id)
+        assert not matcher.fault, text
+
+
+def test_a_forced_call_of_gemma_has_its_own_quotes() -> None:
+    matcher = forced("gemma-4")
+    assert allowed(matcher, "gemma-4") == {"<|tool_call>"}
+    follow(matcher, "gemma-4", "<|tool_call>call:now{city:")
+    assert allowed(matcher, "gemma-4") == {'<|"|>'}
+    follow(matcher, "gemma-4", '<|"|>Say "Zürich"\n<|"|>,days:[')
+    assert allowed(matcher, "gemma-4") == {'<|"|>'}
+    follow(matcher, "gemma-4", '<|"|>Mon<|"|>,2]}')
+    assert allowed(matcher, "gemma-4") == {"<tool_call|>"}
+    follow(matcher, "gemma-4", "<tool_call|>")
+    assert allowed(matcher, "gemma-4") == {"<eos>", "<turn|>", "<|tool_response>"}
+    follow(matcher, "gemma-4", "<|tool_response>")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parameters": STRICT | {"properties": {"a, b:": {"type": "null"}}, "required": []}},
+        {
+            "parameters": STRICT | {"properties": {"a": {"minLength": 1}}, "required": ["a"]},
+            "strict": True,
+        },
+    ],
+)
+def test_a_forced_call_of_gemma_is_json_where_only_that_fits_the_schema(
+    changes: dict[str, Any],
+) -> None:
+    matcher = forced("gemma-4", **changes)
+    follow(matcher, "gemma-4", '<|tool_call>call:now{"')
+    assert '<|"|>' not in allowed(matcher, "gemma-4")
+
+
+def test_a_constrained_answer_of_gpt_oss_ends_at_its_own_tokens() -> None:
+    matcher = forced("gpt-oss")
+    call = (
+        '<|channel|>commentary to=functions.now <|constrain|>json<|message|>{"city":"B","days":[]'
+    )
+    follow(matcher, "gpt-oss", call)
+    assert allowed(matcher, "gpt-oss") == set()
+    follow(matcher, "gpt-oss", "}")
+    assert allowed(matcher, "gpt-oss") == {"<|call|>", "<|return|>"}

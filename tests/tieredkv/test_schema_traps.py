@@ -332,10 +332,22 @@ def test_texts_in_tags_are_not_escaped() -> None:
         "any": {"pattern": "a"},
     }
     schema = {"properties": {name: {"type": "string", **it} for name, it in texts.items()}}
-    made = enforceable(schema, "schema", in_tags=True)["properties"]
+    made = enforceable(schema, "schema", raw="properties")["properties"]
     assert made["one"] == made["any"] == {"type": "string"} and "pattern" in made["few"]
     with refused(RequestError, param="schema", code="invalid_json_schema"):
-        enforceable(schema, "schema", in_tags=True, is_strict=True)
+        enforceable(schema, "schema", raw="properties", is_strict=True)
+
+
+def test_texts_without_escapes_have_no_pattern_with_escapes_at_any_depth() -> None:
+    text: Schema = {"type": "string", "minLength": 1}
+    schema: Schema = {
+        "type": "object",
+        "properties": {"list": {"type": "array", "items": text}, "one": {"$ref": "#/$defs/text"}},
+        "additionalProperties": {"anyOf": [text, {"type": "null"}]},
+        "$defs": {"text": text},
+    }
+    assert "pattern" in json.dumps(enforceable(schema, "schema", raw="properties"))
+    assert "pattern" not in json.dumps(enforceable(schema, "schema", raw="all"))
 
 
 def test_a_property_is_not_mistaken_for_another_of_the_same_name() -> None:

@@ -10,6 +10,8 @@ from tieredkv.engine.byte_tokenizer import BYTE_VOCAB_SIZE, byte_tokenizer, stop
 from tieredkv.engine.grammars import Compiler, Matcher
 
 MAX_BYTES = 1500
+QUOTE = b'<|"|>'
+"""What Gemma 4 writes around texts; once begun, it is mostly written to its end."""
 
 
 class NotEndedError(Exception):
@@ -37,7 +39,12 @@ def written(grammar: str, chance: random.Random) -> str:
             return text.decode()
         plain = [byte for byte in others if 32 <= byte < 127] or others
         closing = [byte for byte in others if byte in b'"}],:<']
+        if text.endswith(QUOTE[:1]) and QUOTE[1] in allowed and chance.random() < 0.3:
+            closing = plain = [QUOTE[1]]
         byte = chance.choice(closing if closing and chance.random() < 0.4 else plain)
+        begun = [n for n in range(2, len(QUOTE)) if text.endswith(QUOTE[:n])]
+        if begun and QUOTE[begun[-1]] in allowed and chance.random() < 0.8:
+            byte = QUOTE[begun[-1]]
         matcher.accept(byte)
         text.append(byte)
     raise NotEndedError

@@ -129,7 +129,7 @@ class Tokenization:
         shown = {id: name for id, name in names.items() if family and family.names(name)}
         self._writing = Writing(family, frozenset(names.keys() - shown.keys()), shown)
         self._left_out = self._writing.hidden if shown else None
-        self._ends = [id for id, name in names.items() if family and name in family.ends]
+        self._ends = {id: name for id, name in names.items() if family and name in family.ends}
         self._memory: Memory | None = None
         self._has_canonical_tools = has_canonical_tools
         self._max_model_len = max_model_len

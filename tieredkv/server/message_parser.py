@@ -42,6 +42,7 @@ _NO_FIELDS: Any = {"start_anchor": "x", "fields": {"text": {"content": "text"}}}
 _SAMPLE_TOOLS: Any = [{"type": "function", "function": {"name": "look"}}]
 _SAMPLE_ARGUMENTS = {
     "json": '{"at": "x"}',
+    "gemma": '{at:<|"|>x<|"|>}',
     "qwen_xml": "<parameter=at>\nx\n</parameter>",
     "minimax_xml": '<parameter name="at">x</parameter>',
     "glm_xml": "\n<arg_key>at</arg_key>\n<arg_value>x</arg_value>",
@@ -105,7 +106,7 @@ class Family:
     ends: Sequence[str] = ()
     opens: str = ""
     writes: str = ""
-    style: Literal["json", "qwen_xml", "minimax_xml", "glm_xml"] = "json"
+    style: Literal["json", "gemma", "qwen_xml", "minimax_xml", "glm_xml"] = "json"
     around: Sequence[str] = ("", "")
     between: str | None = None
     thinks: Sequence[str] = ()

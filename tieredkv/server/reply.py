@@ -3,8 +3,8 @@
 This module knows neither HTTP nor the APIs.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,7 +24,7 @@ class Reading:
         prompt: what the answers continue, from the family's `start` on.
         tools: that may be called.
         keep: takes each answer that the model itself has ended; None if nobody wants it.
-        ends: ids of the tokens that end an answer, beside those that the checkpoint names.
+        ends: names of the tokens that end an answer, beside those that the checkpoint names, by id.
     """
 
     family: Family | None
@@ -32,7 +32,7 @@ class Reading:
     prompt: str
     tools: Tools = ()
     keep: Callable[["Reply"], None] | None = None
-    ends: Collection[int] = ()
+    ends: Mapping[int, str] = field(default_factory=dict)
 
 
 class Reply(Answer):

@@ -5,9 +5,10 @@ all of it. Here a schema is checked; `schema_writer` finds those keywords and re
 """
 
 import logging
+import re
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote
 
 import msgspec
@@ -46,8 +47,12 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _SINGLES = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties")
 
 
+Raw = Literal["none", "properties", "all"]
+"""Which texts are written as they are, without escapes: those between tags, or all of them."""
+
+
 def enforceable(
-    schema: Schema, field: str, *, name: str = "", is_strict: bool = False, in_tags: bool = False
+    schema: Schema, field: str, *, name: str = "", is_strict: bool = False, raw: Raw = "none"
 ) -> Schema:
     """Return a schema as it can be enforced.
 
@@ -56,7 +61,7 @@ def enforceable(
         field: path of the schema in the body.
         name: that the client gave it; shown in errors.
         is_strict: whether keywords that cannot be enforced are refused.
-        in_tags: whether its properties are written between tags, where texts are not escaped.
+        raw: which of its texts are not escaped.
 
     Raises:
         RequestError: it is no JSON schema, no value can follow it, it is too long or nested too
@@ -68,8 +73,10 @@ def enforceable(
         return RequestError(f"{what}: {why}", param=field, code="invalid_json_schema")
 
     made, left = _rewritten(schema, refuse)
-    if in_tags:
+    if raw == "properties":
         made = _unescaped(made, left)
+    elif raw == "all":
+        made = _all_unescaped(made, left)
     if is_strict and left:
         raise refuse(f"'{min(left)}' cannot be enforced. Leave it out, or leave out 'strict'.")
     for keyword in left - _told:
@@ -113,12 +120,43 @@ def _rewritten(schema: Schema, refuse: Refuse) -> tuple[Schema, set[str]]:
 
 def _unescaped(made: Schema, left: set[str]) -> Schema:
     """Return a schema without patterns of properties that may escape characters."""
-    properties = dict(made.get("properties", {}))
-    for name, part in properties.items():
-        if "\\\\" in part.get("pattern", ""):
-            properties[name] = {key: value for key, value in part.items() if key != "pattern"}
-            left.add("pattern and minLength in tags")
+    properties = {name: _raw(part, left) for name, part in made.get("properties", {}).items()}
     return made | {"properties": properties} if properties else made
+
+
+def _all_unescaped(made: Schema, left: set[str]) -> Schema:
+    """Return a schema without patterns that may escape characters, however deep they stand."""
+    if not isinstance(made, dict):
+        return made
+    part = dict(_raw(made, left))
+    for key in part.keys() & {*_LISTS}:
+        part[key] = [_all_unescaped(it, left) for it in part[key]]
+    for key in part.keys() & {*_MAPS}:
+        part[key] = {name: _all_unescaped(it, left) for name, it in part[key].items()}
+    for key in part.keys() & {*_SINGLES}:
+        part[key] = _all_unescaped(part[key], left)
+    return part
+
+
+def _raw(part: Any, left: set[str]) -> Any:
+    """Return a part of a schema without its pattern, if that may escape characters."""
+    if not isinstance(part, dict) or "\\\\" not in part.get("pattern", ""):
+        return part
+    left.add("pattern and minLength in texts without escapes")
+    return {key: value for key, value in part.items() if key != "pattern"}
+
+
+def has_bare_names(schema: Schema) -> bool:
+    """Whether the names of all properties can be read where nothing stands around them."""
+    for part in _parts(schema):
+        if part.keys() & {"patternProperties", "propertyNames"}:
+            return False
+        if not all(_BARE_NAME.fullmatch(name) for name in part.get("properties", ())):
+            return False
+    return True
+
+
+_BARE_NAME = re.compile(r"[\w$./-]+")
 
 
 def _check_is_schema(schema: Schema, refuse: Refuse) -> None:

@@ -5,6 +5,7 @@ text of the answer. It is made of xgrammar's structural tags. This module knows 
 tools as chat templates do, and knows how a family of models writes.
 """
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any, Literal
 from tieredkv.errors import RequestError
 from tieredkv.server.message_parser import Family, Tools
 from tieredkv.server.reply import Reading
-from tieredkv.server.schemas import enforceable
+from tieredkv.server.schemas import enforceable, has_bare_names
 
 Format = dict[str, Any]
 """One of xgrammar's formats: a JSON object with a `type`."""
@@ -77,7 +78,10 @@ class Structure:
         if reading is None or family is None:
             return None if self.text is None else as_grammar(self.text)
         parts = _thoughts(family, reading.prompt.rpartition(family.start)[2])
-        return as_grammar(_sequence(*parts, self._body(family)))
+        ends: list[Format] = [{"type": "token", "token": it} for it in reading.ends.values()]
+        if ends:  # which the checkpoint may not name as its own
+            ends = [{"type": "optional", "content": _one_of(*ends)}]
+        return as_grammar(_sequence(*parts, self._body(family), *ends))
 
     def _body(self, family: Family) -> Format:
         """Return what follows the thoughts."""
@@ -112,17 +116,35 @@ class Structure:
     def _arguments(self, family: Family, index: int, function: Any) -> Format:
         """Return the arguments' format: the tool's schema, where it is to be followed."""
         schema, is_strict = function.get("parameters"), bool(function.get("strict"))
-        given = ANY_OBJECT
+        given: Format = ANY_OBJECT
+        style: str = family.style
         if schema and (is_strict or self.choice == "required"):
             field, name = f"tools[{index}].function.parameters", str(function["name"])
             try:
-                in_tags = family.style != "json"
-                given = enforceable(schema, field, name=name, is_strict=is_strict, in_tags=in_tags)
+                given, style = _followed(schema, field, style, name=name, is_strict=is_strict)
             except RequestError:
                 if is_strict:
                     raise
-        form = json_format(given) | {"style": family.style}
-        return form if family.style == "json" else form | {"max_whitespace_cnt": 1}
+        form = json_format(given) | {"style": style}
+        return form if style == "json" else form | {"max_whitespace_cnt": 1}
+
+
+def _followed(schema: Any, field: str, style: str, **how: Any) -> tuple[Any, str]:
+    """Return a schema as it can be enforced, and the style in which arguments follow it.
+
+    In Gemma's own style names have no quotes and texts no escapes. Where a name needs quotes, or a
+    keyword of a strict schema is about texts with escapes, JSON is written, which is read as well.
+
+    Raises:
+        RequestError: as `enforceable`.
+    """
+    if style == "gemma":
+        with contextlib.suppress(RequestError):
+            made = enforceable(schema, field, raw="all", **how)
+            if has_bare_names(made):
+                return made, style
+        style = "json"
+    return enforceable(schema, field, raw="none" if style == "json" else "properties", **how), style
 
 
 def json_format(schema: Any) -> Format:
