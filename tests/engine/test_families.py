@@ -131,9 +131,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", MULTIPLIERS),
     "granitemoe": ("granitemoe", MULTIPLIERS),
     "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}),
+    "laguna": (
+        "laguna",
+        FEW_EXPERTS
+        | {
+            "sliding_window": 16,
+            "layer_types": MIXED,
+            "head_dim": 16,
+            "num_attention_heads_per_layer": [8, 4],
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "llama with half of its rope": ("llama", {"rope_parameters": PARTIAL_ROPE}),
     "llama by gelu": ("llama", {"hidden_act": "gelu", "head_dim": 24}),
+    "mellum": (
+        "mellum",
+        FEW_EXPERTS | {"sliding_window": 16, "layer_types": MIXED, "head_dim": 16},
+    ),
     "ministral3": ("ministral3", {"rope_parameters": SHORT_ROPE, "head_dim": 16}),
     "mistral": ("mistral", {"sliding_window": 24}),
     "mistral in a wide window": ("mistral", {"sliding_window": CONTEXT_LEN}),
@@ -217,7 +232,13 @@ def test_layers_with_a_window_may_have_pages_of_their_own_which_end_with_it(
     torch.testing.assert_close(run_paged(loaded, ids, spec), run_paged(loaded, ids))
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma4", "gpt_oss", "mistral", "olmo3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("cohere2", "exaone4", "gemma3", "gemma4", "gemma4 with shared keys"),
+        *("gpt_oss", "laguna", "mellum", "mistral", "olmo3"),
+    ],
+)
 def test_a_window_that_is_off_by_one_or_a_sink_that_is_lost_would_be_seen(
     name: str, tmp_path: Path
 ) -> None:
