@@ -128,6 +128,34 @@ def test_where_two_requests_part_a_third_one_goes_on(folder: Path) -> None:
     assert found == [(0, "never_seen"), (0, "no_anchor"), (96, "never_seen")]
 
 
+def test_what_a_session_has_gone_on_past_leaves_first(folder: Path, tmp_path: Path) -> None:
+    options = {"disk_dir": str(tmp_path / "store"), "default_retention": "24h"}
+    with open_llm(folder, **options) as llm:
+        catalog, tiers, talk = llm.core.parts.tiers.catalog, llm.core.parts.tiers, tokens(60, 20)
+        shared = list(talk)
+        for turn in range(4):
+            answer, usage = generate(llm, talk)
+            assert usage.cached_tokens >= (len(talk) - 60 - BLOCK if turn else 0)
+            talk += answer + tokens(60, seed=21 + turn)
+        superseded = {*catalog.superseded}
+        assert superseded.isdisjoint(catalog.owed)
+        pages = [entry for entry in catalog.entries() if entry.kind]
+        assert 0 < len(superseded) < len(pages)
+        last = max(entry.position for entry in pages)
+        kept = {entry.position for entry in pages if entry.block_hash not in superseded}
+        window = len(set(range(last + 1)) & kept)
+        assert kept >= set(range(last + 1 - window, last + 1)), "of the last place all are kept"
+        order = [block.block_hash for block in tiers.device.evictable()]
+        first = [order.index(each) for each in superseded if each in order]
+        assert max(first) < len(first), "superseded pages are evicted before all others"
+        for seed in (30, 31):  # two requests go on where the first prompt ended
+            generate(llm, shared[:48] + tokens(70, seed=seed))
+            generate(llm, shared[:48] + tokens(70, seed=seed) + tokens(90, seed=34))
+        needed = [entry for entry in catalog.entries() if entry.kind and entry.position == 2]
+        assert needed
+        assert catalog.superseded.isdisjoint(entry.block_hash for entry in needed)
+
+
 def histories(number: int, *, most: int = 240) -> list[list[int]]:
     """Return prompts that go on from one another, or leave one another somewhere."""
     draw, made = random.Random(number), [tokens(50, seed=0)]

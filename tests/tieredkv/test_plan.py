@@ -126,6 +126,28 @@ def test_what_vram_has_already_is_not_computed() -> None:
     assert split.compute_s == pytest.approx(split.load_s, rel=0.01)
 
 
+@pytest.mark.parametrize("GBps", [0.3, 2.7, 60.0])
+@pytest.mark.parametrize("num_pages", [0, 100])
+def test_what_vram_has_is_computed_again_where_windows_leave_out_no_token(
+    GBps: float, num_pages: int
+) -> None:
+    link, end, head = LinkState(GBps * 1e9, BLOCK_BYTES), 2048, 512
+    loads = LinkLoad(0, range(head, end)), LinkLoad(0, [end - 1] * num_pages)
+    demand = Demand(0, end * SIZE + 64, loads, is_begun=True, loaded_to=end, head=head)
+    split = planner(link).split(demand)
+
+    def time_of(block: int) -> float:
+        if block == end:
+            return seconds(0, demand.end)
+        load_s = (end - block + num_pages) * BLOCK_BYTES / link.bytes_per_s
+        computed_s = seconds(0, block * SIZE) if block > head else 0.0
+        return max(load_s, computed_s) + seconds(end * SIZE, demand.end)
+
+    best_s = min(time_of(block) for block in range(head, end + 1))
+    assert split.done_s == time_of(split.block)
+    assert split.done_s == pytest.approx(best_s, rel=0.01)
+
+
 def test_only_what_lies_between_ready_blocks_is_computed() -> None:
     demand = Demand(0, 100 * SIZE + 1, ready=[(10, 20), (30, 40)])
     stretches = (0, 10 * SIZE), (20 * SIZE, 30 * SIZE), (40 * SIZE, 100 * SIZE + 1)

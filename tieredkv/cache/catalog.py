@@ -39,6 +39,8 @@ class Entry(msgspec.Struct, gc=False):
         refusal: why the store last refused the block; empty if it did not.
         hits: how many requests found the block, without the one that computed it.
         kind, part, num_parts: see `BlockRecord`.
+        num_continued: how many requests went on right behind the block, of a page of layers with
+            windows.
         queued_second: when the entry is examined next, in seconds since the epoch.
     """
 
@@ -58,6 +60,7 @@ class Entry(msgspec.Struct, gc=False):
     kind: int = 0
     part: int = 0
     num_parts: int = 1
+    num_continued: int = 0
     queued_second: int = _NEVER
 
     @property
@@ -106,6 +109,8 @@ class Catalog:
         owed: blocks that a policy lets onto the disk and that the disk does not have, oldest first.
             One whose claim on the disk has just ended may still be among them.
         given_up: the same, of blocks that may be evicted without a copy; a stop tries them again.
+        superseded: pages behind which requests have gone on, and that no other is likely to need;
+            they are evicted first, and go to no slower tier.
         num_added: how many entries have come so far; one that comes again counts again.
         is_behind: whether the last call of `due` left entries unexamined that were due.
     """
@@ -116,6 +121,7 @@ class Catalog:
         self.pinned: set[BlockHash] = set()
         self.owed: OrderedDict[BlockHash, None] = OrderedDict()
         self.given_up: set[BlockHash] = set()
+        self.superseded: set[BlockHash] = set()
         self._queued: dict[int, dict[BlockHash, None]] = {}
         self._seconds: list[int] = []  # a heap of the keys of `_queued`
         self._begun: Iterator[BlockHash] | None = None  # of a second that has begun
@@ -203,6 +209,12 @@ class Catalog:
             del self.owed[entry.block_hash]
             self.given_up.add(entry.block_hash)
 
+    def supersede(self, hashes: Iterable[BlockHash]) -> None:
+        """Note that pages are superseded."""
+        for block_hash in hashes:
+            self.superseded.add(block_hash)
+            self._forget_owed(block_hash)
+
     def try_again(self) -> list[BlockHash]:
         """Count no demotion as given up any more; return the blocks whose demotion was."""
         given_up = list[BlockHash]()
@@ -224,7 +236,7 @@ class Catalog:
         for entry in entries:
             if given_up and not entry.is_droppable:
                 given_up.discard(entry.block_hash)
-            if entry.disk_expires_at > 0.0:
+            if entry.disk_expires_at > 0.0 or entry.block_hash in self.superseded:
                 self._forget_owed(entry.block_hash)
                 continue
             if entry.claims is not claims:  # blocks of one prompt share their claims
@@ -346,11 +358,13 @@ class Catalog:
         Returns:
             The blocks that slower tiers may be owed from now on.
         """
-        changed = list[BlockHash]()
+        changed, superseded = list[BlockHash](), self.superseded
         for entry in entries:
-            if entry.is_droppable or not claims <= entry.claims:
+            is_again = entry.is_droppable or entry.block_hash in superseded
+            if is_again or not claims <= entry.claims:
                 entry.claims |= claims
                 entry.is_droppable = False
+                superseded.discard(entry.block_hash)
                 changed.append(entry.block_hash)
             if now > entry.last_used:
                 entry.last_used = now
@@ -368,6 +382,7 @@ class Catalog:
         if entry is not None:
             self._unqueue(entry)
         self.pinned.discard(block_hash)
+        self.superseded.discard(block_hash)
         self._forget_owed(block_hash)
         self.miss_reasons.note(block_hash, reason, entry.disk_expires_at if entry else 0.0)
 
@@ -517,6 +532,10 @@ class Catalog:
                 raise IntegrityError(f"entry {block_hash.hex()[:12]} is not queued to expire")
         if self.pinned != {each for each, e in self._entries.items() if e.pinned_until}:
             raise IntegrityError("`pinned` differs from the pins of the entries")
+        if not self._entries.keys() >= self.superseded:
+            raise IntegrityError("a page is superseded that has no entry")
+        if not self.superseded.isdisjoint([*self.owed, *self.given_up]):
+            raise IntegrityError("a page is superseded and owed to the disk")
         for block_hash in [*self.owed, *self.given_up]:
             owed = self._entries.get(block_hash)
             if owed is None or owed.is_on_disk or not self.may_enter(owed.claims, Tier.DISK):

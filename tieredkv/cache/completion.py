@@ -84,6 +84,7 @@ class Completion:
             for index in computed
             if device.insert(page := tail.blocks[index], tail.hashes[index], tail.tenant) is page
         ]
+        tail.row.compute(own)
         self._fill(tail.blocks[index] for index in own)
         entries = [
             Entry(
@@ -94,6 +95,7 @@ class Completion:
                 last_used=now,
                 claims=claim.retentions,
                 pinned_until=claim.pinned_until,
+                num_continued=2 * (index // len(tail.kinds) + 1 == tail.junction),
                 **tail.identity(index)._asdict(),
             )
             for claim, part in tail.by_claim(own)

@@ -23,6 +23,7 @@ class CacheCounters:
         overtaken_blocks: blocks that were read from disk and computed before they arrived.
         used_reads: blocks that were read from disk and then copied to VRAM.
         demotions_dropped: blocks whose demotion was given up, so that they could be evicted.
+        superseded_pages: pages of layers with windows that requests have gone on past.
         lost_blocks: blocks that the disk should have kept and that left RAM without a copy there,
             by reason: `too_slow` if a write could not be waited for, else why the store refused.
             At a stop, the reason `drain_timeout` counts blocks that no time was left for.
@@ -41,6 +42,7 @@ class CacheCounters:
     demoted_host_blocks: int = 0
     demoted_disk_blocks: int = 0
     demotions_dropped: int = 0
+    superseded_pages: int = 0
     allocation_waits: int = 0
     expired_blocks: int = 0
     load_failures: Counter[str] = field(default_factory=Counter)

@@ -86,6 +86,9 @@ class Demand(NamedTuple):
             before it need no computing.
         ready: stretches of blocks `[first, last)` that need no computing, ascending; they do not
             touch.
+        head: number of blocks at the head that are ready, of a model that has layers with windows:
+            they need no computing if all that is not ready is loaded, but they do if anything is
+            computed, since these layers leave out no token. `ready` is empty then.
     """
 
     begin: int
@@ -94,6 +97,7 @@ class Demand(NamedTuple):
     is_begun: bool = False
     loaded_to: int = 0
     ready: Sequence[Stretch] = ()
+    head: int | None = None
 
 
 class LinkState(NamedTuple):
@@ -200,16 +204,18 @@ class Planner:
             lambda block: self.busy_s + compute_s(block * size) - load_s(block), first, last
         )
         is_worth_a_step = crossing - first >= self.least_tokens // size
-        left = case.gaps.without(*(each.indices for each in steady))
+        left = case.gaps
+        if case.demand.head is None:
+            left = left.without(*(each.indices for each in steady))
         for head in [first, crossing] if is_worth_a_step else [first]:
             steady_s, free_s = load_s(head), self._free_s.copy()
             for load in steady:
                 self._occupy(free_s, load, head)
             busy_s = max(self.busy_s, steady_s) if self.is_cpu else self.busy_s
             busy_s = max(busy_s + compute_s(head * size), steady_s)
-            rest = case.demand._replace(
-                begin=max(begin, head * size), loads=case.others, loaded_to=case.rest
-            )
+            if case.demand.head is None or head > first:
+                begin = max(begin, head * size)
+            rest = case.demand._replace(begin=begin, loads=case.others, loaded_to=case.rest)
             best = _Case(self, rest, left, busy_s, free_s).best()
             yield best._replace(steady_block=head, load_s=max(best.load_s, steady_s))
 
@@ -235,7 +241,6 @@ class _Case:
         last: the last one: nothing is loaded.
         rest: index behind the last block that is loaded, or computed instead.
         rest_s: how long the tokens behind that one take.
-        compute_s: tells how long the tokens from `begin` to any other one take.
         load_s: tells when all blocks from any one on have arrived.
     """
 
@@ -249,11 +254,16 @@ class _Case:
         self.steady = [each for each in demand.loads if planner.is_steady(each)]
         self.others = [each for each in demand.loads if each.end and not planner.is_steady(each)]
         self.begin = gaps.begin(demand.begin)
-        self.first = -(-self.begin // size)
+        self.first = max(-(-self.begin // size), demand.head or 0)
         self.last = max([self.first, *(each.end for each in demand.loads)])
         self.rest = max(self.last, demand.loaded_to)
-        self.compute_s = gaps.since(self.begin)
+        self._since = gaps.since(self.begin)
         self.rest_s = gaps.since(min(self.rest * size, end - 1))(end)
+
+    def compute_s(self, token: int) -> float:
+        """Return how long the tokens from `begin` to any other one take."""
+        is_left_out = self.demand.head is not None and token <= self.first * self.planner.block_size
+        return 0.0 if is_left_out else self._since(token)
 
     @property
     def least_gain_s(self) -> float:

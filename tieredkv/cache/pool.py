@@ -75,6 +75,7 @@ class BlockPool:
             to know puts a list here and empties it.
         pinned, prefetched: hashes of blocks to be evicted last, for claims and for queued requests;
             a change applies to a block from its next use on.
+        superseded: the same of blocks to be evicted first.
     """
 
     def __init__(self, num_blocks: int, order: str = "lru") -> None:
@@ -84,6 +85,7 @@ class BlockPool:
         self.changes: list[PoolChange] | None = None
         self.pinned: Collection[BlockHash] = ()
         self.prefetched: Collection[BlockHash] = ()
+        self.superseded: Collection[BlockHash] = ()
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._index: dict[BlockHash, Block] = {}
         self._empty = deque(self._blocks)
@@ -304,6 +306,7 @@ class BlockPool:
         """
         rest: list[Block] = []
         is_plain = not (self._free.floors.by_tenant or self.pinned or self.prefetched)
+        is_plain = is_plain and not self.superseded
         doubles, others, _ = self._free.young
         add_double, add_other = doubles.add, others.add
         for block in blocks:
@@ -444,8 +447,12 @@ class BlockPool:
         last = self._last_of(free) if self.pinned or self.prefetched else {}
         if last:
             free = [block for block in free if block not in last]
-        self._free.append([block for block in free if block.is_double], DUPLICATES)
-        self._free.append([block for block in free if not block.is_double], OTHERS)
+        lines: tuple[list[Block], list[Block]] = [], []
+        for block in free:
+            goes_first = block.is_double or block.block_hash in self.superseded
+            lines[not goes_first].append(block)
+        for line, some in zip((DUPLICATES, OTHERS), lines, strict=True):
+            self._free.append(some, line)
         self._free.append([*last], LAST)
 
     def _last_of(self, blocks: Iterable[Block]) -> dict[Block, None]:

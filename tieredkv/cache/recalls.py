@@ -26,6 +26,7 @@ from tieredkv.cache.block import Content
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.plan import DISK_LINK, HOST_LINK, Demand, LinkLoad, Planner, Split
 from tieredkv.cache.row import LOADABLE, State
+from tieredkv.cache.tail import Tail
 from tieredkv.cache.tiers import Tiers
 from tieredkv.errors import IntegrityError
 from tieredkv.hashing import num_shared
@@ -232,9 +233,38 @@ class Recalls:
                     loaded_to=0 if recall.is_given_up else recall.end,
                 )
                 planned.append(recall)
+            if chain.tail is not None:
+                demand = demand._replace(begin=num_computed)
+                demand = self._with_tail(demand, chain.tail, num_covered)
             demands.append((demand, recall))
         self.order = planned + [it for it in self._recalls.values() if it not in planned]
         return demands
+
+    def _with_tail(self, demand: Demand, tail: Tail, num_covered: int) -> Demand:
+        """Return what a request needs that also has pages of layers with windows.
+
+        Of these all are loaded, unless all blocks before the end of the hit are computed: as if
+        they were parts of the last of these blocks.
+
+        Args:
+            demand: what it needs of its chain.
+            tail: the further pages.
+            num_covered: tokens that are there, or come for requests before it.
+        """
+        end, there = tail.hit_end or demand.loaded_to, tail.of.row.there
+        if not end:
+            return demand._replace(ready=())
+        loads = [*demand.loads]
+        if (recall := self._recalls.get(tail)) is not None:
+            loads += [
+                load._replace(
+                    indices=[end - 1] * len(load.indices), queued=[end - 1] * len(load.queued)
+                )
+                for load in recall.loads
+            ]
+        first, last = next(iter(there), (0, 0))
+        head = min(max(0 if first else last, num_covered // self._tiers.block_size), end - 1)
+        return demand._replace(loads=loads, loaded_to=end, ready=(), head=head)
 
     def divide(
         self, demands: Iterable[tuple[Demand, Recall | None]], planner: Planner
@@ -245,17 +275,22 @@ class Recalls:
             splits.append(planner.split(demand))
             if recall is not None:
                 recall.split, recall.host_split = splits[-1].block, splits[-1].steady_block
-                if (tail := recall.chain.tail) is not None and recall.split < tail.hit_end:
-                    # What is computed ends before the pages of windows that are loaded.
-                    most = max(0, tail.hit_end - tail.num_needed)
-                    recall.split, recall.host_split = (
-                        min(each, most) for each in (recall.split, recall.host_split)
-                    )
                 recall.due_at = now + splits[-1].load_s
                 if self._tiers.settings.restore == "load":
                     recall.split = recall.host_split = recall.first
                     recall.due_at = math.inf
+                if (tail := recall.chain.tail) is not None:
+                    self._divide_tail(recall, tail)
         return splits
+
+    def _divide_tail(self, recall: Recall, tail: Tail) -> None:
+        """Have the pages of windows loaded before which computing ends, unless all is computed."""
+        is_loaded = recall.split < tail.hit_end
+        if is_loaded:
+            most = max(0, tail.hit_end - tail.num_needed)
+            recall.split, recall.host_split = min(recall.split, most), min(recall.host_split, most)
+        if (beside := self._recalls.get(tail)) is not None:
+            beside.split = beside.host_split = 0 if is_loaded else beside.end
 
     def is_due(self, chain: Chain, seconds: float) -> bool:
         """Return whether what is loaded for a request arrives within this time, by the plan."""

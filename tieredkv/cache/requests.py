@@ -230,7 +230,7 @@ class TieredCache:
         rest = iter(fresh)
         if tail is not None:
             tail.begin(len(known), num_blocks)
-            tail.kept_ends.add(chain.num_present)  # where it leaves others, more may leave them
+            self._tails.note_found(chain, tail)
             self._hits.take_pages(tail, pages, rest)
             self._admitted[tail] = None
         is_whole = len(found) == len(chain.hashes) and chain.row.first(State.COMING) < 0
@@ -364,6 +364,7 @@ class TieredCache:
         if tail in self._admitted:
             del self._admitted[tail]
             self._completion.publish_last(tail)
+            self._tiers.supersede(self._tails.superseded(tail))
             self._tails.end(tail)
         tail.disk_until = []
 

@@ -86,6 +86,8 @@ class Tail(Chain):
         most_end: behind how many blocks a hit may end, which leaves a token to compute.
         hit_end: behind how many blocks the request will go on from pages that it found; 0 if it
             computes all tokens from where it is.
+        junction: the number of blocks behind which the request leaves others that went on; 0 if it
+            goes on where they do.
         first_used: the first page of those that it found, and of those that it computes.
         kept_ends: numbers of blocks behind which later requests may go on.
         num_done: blocks before it are computed, or were passed.
@@ -98,6 +100,7 @@ class Tail(Chain):
     tables: list["array[int]"] = field(init=False)
     most_end: int = 0
     hit_end: int = 0
+    junction: int = 0
     first_used: int = 0
     kept_ends: set[int] = field(default_factory=set)
     num_done: int = 0
@@ -142,9 +145,14 @@ class Tail(Chain):
         """Return the pages of the blocks `[first, end)`."""
         return range(first * len(self.kinds), end * len(self.kinds))
 
+    @property
+    def reach(self) -> int:
+        """Of how many of the last blocks before a place pages are kept."""
+        return self.num_needed + SPARE_BLOCKS
+
     def is_kept(self, block: int) -> bool:
         """Return whether a later request may need the pages of a block."""
-        reach = self.num_needed + SPARE_BLOCKS
+        reach = self.reach
         interval = INTERVAL * self.num_needed * len(self.kinds)
         is_before = interval - block % interval <= reach
         return is_before or any(end - reach <= block < end for end in self.kept_ends)

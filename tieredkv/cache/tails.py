@@ -14,8 +14,9 @@ from tieredkv.cache.block import Block
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.recalls import Recalls
 from tieredkv.cache.row import State
-from tieredkv.cache.tail import NO_PAGE, SPARE_BLOCKS, Tail
+from tieredkv.cache.tail import NO_PAGE, Tail
 from tieredkv.cache.tiers import Tiers
+from tieredkv.types import BlockHash
 
 
 class Tails:
@@ -115,7 +116,7 @@ class Tails:
     def last(self, tail: Tail) -> Iterator[int]:
         """Yield the last pages that a request has computed, behind which another may go on."""
         end = min(tail.num_done, len(tail.of.hashes))
-        for block in range(max(0, end - tail.num_needed - SPARE_BLOCKS), end):
+        for block in range(max(0, end - tail.reach), end):
             yield from self._private(tail, block)
 
     def _private(self, tail: Tail, block: int) -> Iterator[int]:
@@ -125,12 +126,43 @@ class Tails:
             if page is not NO_PAGE and page.block_hash is None:
                 yield index
 
+    def note_found(self, chain: Chain, tail: Tail) -> None:
+        """Note where an admitted request goes on, and where it leaves others."""
+        if tail.hit_end:
+            last = tail.hashes[tail.needed(tail.hit_end).stop - len(tail.kinds)]
+            if (entry := self._tiers.catalog.get(last)) is not None:
+                entry.num_continued += 1
+        if chain.num_present > tail.hit_end:
+            tail.junction = chain.num_present
+            tail.kept_ends.add(tail.junction)
+
+    def superseded(self, tail: Tail) -> list[BlockHash]:
+        """Return the kept pages that a request has gone on past, and that no other may need.
+
+        These are all but those of the last place of the request and of the places that it names,
+        and of those where several requests have gone on.
+        """
+        get, superseded = self._tiers.catalog.get, self._tiers.catalog.superseded
+        found = list[BlockHash]()
+        end = min(tail.num_done, len(tail.of.hashes))
+        kept_from = end - tail.reach
+        for block in reversed(range(end)):
+            pages = tail.pages_of(block, block + 1)
+            entry = get(tail.hashes[pages.start])
+            is_several = entry is not None and entry.num_continued > 1
+            if is_several or block + 1 in tail.kept_ends:
+                kept_from = block + 1 - tail.reach
+            if entry is not None and block < kept_from and entry.block_hash not in superseded:
+                hashes = tail.hashes[pages.start : pages.stop]
+                found += [block_hash for block_hash in hashes if get(block_hash) is not None]
+        return found
+
     def pass_by(self, tail: Tail) -> None:
         """Release the pages that no token to come attends to, and that no later request may need.
 
         Those of a hit that is still being loaded are held.
         """
-        self._release(tail, tail.first_held, tail.num_done - tail.num_needed - SPARE_BLOCKS)
+        self._release(tail, tail.first_held, tail.num_done - tail.reach)
 
     def end(self, tail: Tail) -> None:
         """Release all pages of a request, the last ones first."""

@@ -97,6 +97,7 @@ class Tiers:
         self.events = BlockEvents(self.device, self.host, self.block_size, self.counters)
         for pool in self.pools.values():
             pool.pinned, pool.prefetched = self.catalog.pinned, self.prefetched
+            pool.superseded = self.catalog.superseded
 
     @property
     def bytes_in(self) -> dict[Tier, int]:
@@ -126,7 +127,7 @@ class Tiers:
 
     def is_promised(self, entry: Entry) -> bool:
         """Return whether the disk should keep the block and does not have it."""
-        if self.store is None or entry.is_on_disk:
+        if self.store is None or entry.is_on_disk or entry.block_hash in self.catalog.superseded:
             return False
         return self.catalog.disk_deadline(entry, self.clock.now()) is not None
 
@@ -155,7 +156,7 @@ class Tiers:
         if page is not None and page.is_ready:
             return True
         entry = self.catalog.get(block_hash)
-        if entry is None or entry.is_droppable:
+        if entry is None or entry.is_droppable or block_hash in self.catalog.superseded:
             return True
         return not self.catalog.may_enter(entry.claims, Tier.HOST)
 
@@ -181,6 +182,14 @@ class Tiers:
         given_up = self.catalog.forget_disk()
         self.events.forget_disk()
         self.recheck({**dict.fromkeys(self.host.hashes), **dict.fromkeys(given_up)})
+
+    def supersede(self, hashes: Sequence[BlockHash]) -> None:
+        """Have pages evicted first, which then go to no slower tier."""
+        self.counters.superseded_pages += len(hashes)
+        self.catalog.supersede(hashes)
+        self.recheck(hashes)
+        for pool in self.pools.values():
+            pool.touch(hashes)
 
     # Pages
 
