@@ -70,34 +70,12 @@ class Chains:
         claims = self._claims(asked)
         chain = Chain(root, namespace, hashes, claims, max_blocks, told, read_ends)
         if self._tail_kinds:
-            yield from self._add_tail(chain, asked, len(packed))
-        return chain
-
-    def _add_tail(self, chain: Chain, asked: EngineRequest, num_tokens: int) -> Pieces[None]:
-        """Give a chain the further pages of its blocks, in pieces."""
-        num_kinds, size = len(self._tail_kinds), self._spec.block_size
-        claims = [claim._replace(end=claim.end * num_kinds) for claim in chain.claims]
-        tail = Tail(
-            chain.root,
-            chain.namespace,
-            [],
-            claims,
-            of=chain,
-            kinds=self._tail_kinds,
-            algo=self._settings.hash_algo,
-            most_end=max(0, num_tokens - 1) // size,
+            tail = chain.tail = Tail.beside(chain, self._tail_kinds, algo)
+            tail.most_end = max(0, len(packed) - 1) // size
             # Where the prompt ends, where the next turn may begin, and where a client has said.
-            kept_ends={
-                len(chain.hashes),
-                *(num_tokens // size for num_tokens in asked.anchors),
-                *(claim.end for claim in chain.claims[:-1]),
-            },
-        )
-        for some in cut(chain.hashes, PIECE_BLOCKS):
-            for block_hash in some:
-                tail.add_block(block_hash)
-            yield
-        chain.tail = tail
+            tail.kept_ends = {len(hashes), *(num_tokens // size for num_tokens in asked.anchors)}
+            tail.kept_ends |= {claim.end for claim in claims[:-1]}
+        return chain
 
     def elsewhere(
         self, chain: Chain, token_ids: Sequence[int], roots: Mapping[BlockHash, bytes]

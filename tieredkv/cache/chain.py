@@ -146,10 +146,10 @@ class Chain:
 
     def grow(self, hashes: Iterable[BlockHash]) -> None:
         """Add the hashes of blocks that generated tokens have filled."""
-        for block_hash in hashes:
-            self.hashes.append(block_hash)
-            if self.tail is not None:
-                self.tail.add_block(block_hash)
+        num_before = len(self.hashes)
+        self.hashes += hashes
+        if self.tail is not None:
+            self.tail.add_blocks(len(self.hashes) - num_before)
 
     def identity(self, index: int) -> PageIdentity:
         """Return what a page of the chain is, besides its hash."""

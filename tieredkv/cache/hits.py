@@ -5,7 +5,7 @@ Called by the engine's thread only.
 
 import sys
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from tieredkv.cache.block import Block
 from tieredkv.cache.chain import Chain
@@ -89,12 +89,9 @@ class Hits:
         num_found = chain.num_present = hashes.index(missing[0]) if missing else len(hashes)
         # What is missing behind the first block that is missing changes no end of a hit.
         ends = range(num_found + 1) if chain.read_ends is None else chain.read_ends
-        groups, lacking = [PREFIX], list[Sequence[int]]([range(num_found, sys.maxsize)])
         if chain.tail is not None:
-            groups.append(chain.tail.group)
-            lacking.append(self._tails.lacks(chain.tail, num_found))
-            ends = [end for end in ends if end <= chain.tail.most_end]
-        return hashes[: hit_end(groups, lacking, ends)]
+            return hashes[: self._tails.hit_end(chain.tail, num_found, ends)]
+        return hashes[: hit_end([PREFIX], [range(num_found, sys.maxsize)], ends)]
 
     def num_held(self, chain: Chain) -> int:
         """Return how many blocks at the head of a chain need no computing, by and large.

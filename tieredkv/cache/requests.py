@@ -96,7 +96,7 @@ class TieredCache:
         self._touches = Touches(tiers, self._demoter, self._lives)
         self._drainer = Drainer(tiers, self._demoter, self.poll)
         self._lookups = Lookups(tiers, self._use_answer)
-        self._tails = Tails(tiers, self._recalls)
+        self._tails = Tails(tiers, self._recalls, self._lookups)
         self._hits = Hits(tiers, self._recalls, self._lookups, self._tails)
         self._completion = Completion(tiers, self._hits, self._tails, self._demoter, self._lives)
         self._expiry = Expiry(tiers)
@@ -119,7 +119,7 @@ class TieredCache:
         missing = self._hits.begin(chain)
         self._ask(chain, missing)
         if chain.tail is not None:
-            self._ask(chain.tail, self._hits.begin(chain.tail))
+            self._ask(chain.tail, self._tails.unknown(chain.tail))
         self._want(chain, missing)
 
     def _ask(self, chain: Chain, missing: Collection[BlockHash]) -> None:
@@ -130,8 +130,8 @@ class TieredCache:
 
     def _use_answer(self, chain: Chain, found: Collection[BlockHash]) -> None:
         """Note what may be prefetched of what the disk has found and not dropped since."""
-        chain.disk_until = self._hits.until(chain)
         if not isinstance(chain, Tail):  # which is loaded when the request is admitted
+            chain.disk_until = self._hits.until(chain)
             self._want(chain, found)
 
     def _want(self, chain: Chain, candidates: Collection[BlockHash]) -> None:
@@ -208,7 +208,7 @@ class TieredCache:
         self._announce(chain)
         self._ask(chain, missing)
         if (tail := chain.tail) is not None:
-            self._ask(tail, self._hits.look(tail))
+            self._ask(tail, self._tails.unknown(tail))
         if not self.is_settled(chain):
             return self._refusal(chain)
         self._expiry.drop_among(chain.hashes)
@@ -216,7 +216,6 @@ class TieredCache:
         found = [block for block in known if block is not None]
         pages = list[Block | None]()
         if tail is not None:
-            self._expiry.drop_among(tail.hashes)
             pages = self._tails.find(tail, len(known))
         found_pages = [page for page in pages if page is not None]
         self._tiers.acquire(found + found_pages)
@@ -331,9 +330,9 @@ class TieredCache:
 
     def touch(self, chain: Chain) -> None:
         """Have the whole chain of a request refreshed in every tier, some blocks at a time."""
-        self._touches.begin(chain)
+        self._touches.begin(chain, range(len(chain.hashes)))
         if chain.tail is not None:
-            self._touches.begin(chain.tail, chain.tail.first_used)
+            self._touches.begin(chain.tail, chain.tail.used)
 
     def release(self, chain: Chain) -> None:
         """Release all blocks of a request that finished, was cancelled or was preempted."""
@@ -359,7 +358,7 @@ class TieredCache:
         """Keep the last pages of a request, behind which another may go on, and release all."""
         self._lookups.forget(tail)
         self._touches.finish(tail)
-        self._tiers.touch_pages(tail.hashes[tail.first_used :])
+        self._tiers.touch_pages([tail.hashes[index] for index in tail.used])
         self._recalls.forget(tail)
         if tail in self._admitted:
             del self._admitted[tail]

@@ -86,9 +86,9 @@ class Row:
             for index in self.indices(state):
                 self.why_computed.pop(index, None)
 
-    def append_computed(self) -> None:
-        """Add a block that generated tokens have filled."""
-        self._states.append(State.COMPUTED)
+    def append_computed(self, number: int = 1) -> None:
+        """Add blocks that generated tokens have filled."""
+        self._states += bytes([State.COMPUTED]) * number
         self._note_change()
 
     def find(self, index: int, state: State) -> None:

@@ -9,7 +9,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self, overload
 
 from tieredkv.cache.block import Block
 from tieredkv.cache.chain import Chain, PageIdentity
@@ -73,6 +73,34 @@ def anchor_pages(spec: KVSpec) -> int:
     return hit_pages(spec) + len(tail_kinds(spec)) * SPARE_BLOCKS
 
 
+class PageHashes(Sequence[BlockHash]):
+    """The names of the further pages of a chain's blocks, which are made when they are asked for.
+
+    A block may have a dozen of these pages, and of most blocks none is ever kept.
+    """
+
+    def __init__(self, of: Chain, kinds: Sequence[TailKind], algo: HashAlgo) -> None:
+        self._of, self._kinds, self._algo = of, kinds, algo
+        self._made = dict[int, BlockHash]()
+
+    def __len__(self) -> int:
+        return len(self._of.hashes) * len(self._kinds)
+
+    @overload
+    def __getitem__(self, index: int) -> BlockHash: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[BlockHash]: ...
+    def __getitem__(self, index: int | slice) -> BlockHash | list[BlockHash]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        if (made := self._made.get(index)) is None:
+            block, number = divmod(index, len(self._kinds))
+            _, group, part, _ = self._kinds[number]
+            made = page_hash(self._of.hashes[block], group, part, algo=self._algo)
+            self._made[index] = made
+        return made
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Tail(Chain):
     """The further pages of the blocks of a chain, block after block; an index is that of a page.
@@ -80,7 +108,6 @@ class Tail(Chain):
     Attributes:
         of: the chain.
         kinds: the pages of a block.
-        algo: which hash names the pages.
         tables: for each kind the ids of the pages that the request holds, by block; other cells
             have no meaning.
         most_end: behind how many blocks a hit may end, which leaves a token to compute.
@@ -88,7 +115,7 @@ class Tail(Chain):
             computes all tokens from where it is.
         junction: the number of blocks behind which the request leaves others that went on; 0 if it
             goes on where they do.
-        first_used: the first page of those that it found, and of those that it computes.
+        found_end: the same, also once it has gone on there.
         kept_ends: numbers of blocks behind which later requests may go on.
         num_done: blocks before it are computed, or were passed.
         first_held: no page of a block before it is held.
@@ -96,12 +123,11 @@ class Tail(Chain):
 
     of: Chain
     kinds: Sequence[TailKind]
-    algo: HashAlgo
     tables: list["array[int]"] = field(init=False)
     most_end: int = 0
     hit_end: int = 0
     junction: int = 0
-    first_used: int = 0
+    found_end: int = 0
     kept_ends: set[int] = field(default_factory=set)
     num_done: int = 0
     first_held: int = 0
@@ -110,11 +136,22 @@ class Tail(Chain):
         Chain.__post_init__(self)
         self.tables = [array("i") for _ in self.kinds]
 
-    def add_block(self, block_hash: BlockHash) -> None:
-        """Add the pages of one more block."""
-        for _, group, part, _ in self.kinds:
-            self.hashes.append(page_hash(block_hash, group, part, algo=self.algo))
-            self.row.append_computed()
+    @classmethod
+    def beside(cls, chain: Chain, kinds: Sequence[TailKind], algo: HashAlgo) -> Self:
+        """Return the further pages of a chain's blocks.
+
+        Args:
+            chain: the chain.
+            kinds: the pages of a block.
+            algo: which hash names the pages.
+        """
+        claims = [claim._replace(end=claim.end * len(kinds)) for claim in chain.claims]
+        hashes: Any = PageHashes(chain, kinds, algo)  # it grows with the chain
+        return cls(chain.root, chain.namespace, hashes, claims, of=chain, kinds=kinds)
+
+    def add_blocks(self, number: int) -> None:
+        """Add the pages of so many more blocks."""
+        self.row.append_computed(number * len(self.kinds))
 
     @property
     def num_needed(self) -> int:
@@ -150,17 +187,23 @@ class Tail(Chain):
         """Of how many of the last blocks before a place pages are kept."""
         return self.num_needed + SPARE_BLOCKS
 
-    def is_kept(self, block: int) -> bool:
-        """Return whether a later request may need the pages of a block."""
-        reach = self.reach
-        interval = INTERVAL * self.num_needed * len(self.kinds)
-        is_before = interval - block % interval <= reach
-        return is_before or any(end - reach <= block < end for end in self.kept_ends)
+    def kept_within(self, first: int, end: int) -> list[int]:
+        """Return those of the blocks `[first, end)` whose pages later requests may need."""
+        reach, interval = self.reach, INTERVAL * self.num_needed * len(self.kinds)
+        ends = {*self.kept_ends, *range(first - first % interval + interval, end + reach, interval)}
+        return sorted({b for it in ends for b in range(max(first, it - reach), min(it, end))})
+
+    @property
+    def used(self) -> list[int]:
+        """The pages that the request has found and those of its prompt that are kept, ascending."""
+        found = self.group.needs(self.found_end)
+        blocks = [*found, *self.kept_within(found.stop, len(self.of.hashes))]
+        return [index for block in blocks for index in self.pages_of(block, block + 1)]
 
     def begin(self, hit_end: int, num_blocks: int) -> None:
         """Begin tables of so many blocks for a request that goes on behind `hit_end` of them."""
         self.hit_end, self.num_done, self.first_held = hit_end, 0, 0
-        self.first_used = self.needed(hit_end).start
+        self.found_end = hit_end
         self.extend(num_blocks)
 
     def hold(self, index: int, block: Block) -> None:
@@ -185,8 +228,8 @@ class Tail(Chain):
 
     def check(self) -> None:
         """Raise IntegrityError if a page that is held is not that of its place."""
-        if len(self.hashes) != len(self.of.hashes) * len(self.kinds):
-            raise IntegrityError(f"{len(self.of.hashes)} blocks have {len(self.hashes)} pages")
+        if len(self.row) != len(self.hashes):
+            raise IntegrityError(f"{len(self.hashes)} pages have {len(self.row)} states")
         for index, block in enumerate(self.blocks):
             number, kind = divmod(index, len(self.kinds))
             if block is NO_PAGE:

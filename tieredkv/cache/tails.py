@@ -8,10 +8,13 @@ request may go on.
 Called by the engine's thread only.
 """
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 
 from tieredkv.cache.block import Block
 from tieredkv.cache.chain import Chain
+from tieredkv.cache.groups import PREFIX, hit_end
+from tieredkv.cache.lookups import Lookups
 from tieredkv.cache.recalls import Recalls
 from tieredkv.cache.row import State
 from tieredkv.cache.tail import NO_PAGE, Tail
@@ -25,26 +28,72 @@ class Tails:
     Args:
         tiers: the tiers.
         recalls: tell what is left to the links.
+        lookups: what the disk has answered.
     """
 
-    def __init__(self, tiers: Tiers, recalls: Recalls) -> None:
-        self._tiers, self._recalls = tiers, recalls
+    def __init__(self, tiers: Tiers, recalls: Recalls, lookups: Lookups) -> None:
+        self._tiers, self._recalls, self._lookups = tiers, recalls, lookups
 
-    def lacks(self, tail: Tail, num_blocks: int) -> list[int]:
-        """Return which of the first blocks of a queued request lack a page in all tiers."""
-        tiers, num_kinds = self._tiers, len(tail.kinds)
-        hashes = tail.hashes[: num_blocks * num_kinds]
-        missing = tiers.device.missing(hashes)
-        if tiers.can_load:
-            on_disk = tail.on_disk(tiers.clock.now())
-            missing = [each for each in tiers.host.missing(missing) if each not in on_disk]
-        absent = {*missing}
-        indices = (index for index, each in enumerate(hashes) if each in absent)
-        return sorted({index // num_kinds for index in indices})
+    def unknown(self, tail: Tail) -> list[BlockHash]:
+        """Return the pages of a queued request for which the disk has to be asked."""
+        tiers = self._tiers
+        if tiers.store is None or not tiers.can_load or tiers.presence.is_whole:
+            return []
+        return tiers.host.missing(tiers.device.missing(tail.hashes))
+
+    def hit_end(self, tail: Tail, num_found: int, ends: Sequence[int]) -> int:
+        """Return behind how many blocks a hit ends, the first `num_found` of which are there.
+
+        The first page of each block tells where it may end. The others are looked up for where it
+        does.
+
+        Args:
+            tail: of a queued request.
+            num_found: how many blocks of its head the tiers have.
+            ends: numbers of blocks at which it may end.
+        """
+        groups, num_kinds = [PREFIX, tail.group], len(tail.kinds)
+        ends = [end for end in ends if end <= tail.most_end]
+        first_pages = range(0, num_found * num_kinds, num_kinds)
+        lacking = [index // num_kinds for index in self._missing(tail, first_pages)]
+        while end := hit_end(groups, [range(num_found, sys.maxsize), lacking], ends):
+            missing = self._missing(tail, tail.needed(end))
+            if not missing:
+                return end
+            lacking = sorted({*lacking, *(index // num_kinds for index in missing)})
+        return 0
+
+    def _missing(self, tail: Tail, pages: range) -> list[int]:
+        """Return those of these pages that no tier has."""
+        tiers, hashes = self._tiers, [tail.hashes[index] for index in pages]
+        absent = {*tiers.device.missing(hashes)}
+        if absent and tiers.can_load:
+            absent = {*tiers.host.missing(absent)}
+            now = tiers.clock.now()
+            until = self._until(tail, pages) if absent and tiers.store is not None else ()
+            on_disk = (it for it, second in zip(hashes, until, strict=False) if second > now)
+            absent.difference_update(on_disk)
+        return [index for index, it in zip(pages, hashes, strict=True) if it in absent]
+
+    def _until(self, tail: Tail, pages: range) -> list[int]:
+        """Return until when the disk has each of these pages; 0 of those that it does not have."""
+        presence = self._tiers.presence
+        until: list[int] = presence.until([tail.hashes[index] for index in pages]).tolist()
+        if not presence.is_whole:  # what the disk has answered counts as well
+            answers = self._lookups.answers(tail)
+            until = [max(it, answers.get(i, 0)) for i, it in zip(pages, until, strict=True)]
+        return until
 
     def find(self, tail: Tail, end: int) -> list[Block | None]:
-        """Return what VRAM has of the pages that a hit needs which ends behind so many blocks."""
+        """Return what VRAM has of the pages that a hit needs which ends behind so many blocks.
+
+        What the disk has of them is noted.
+        """
         needed = tail.needed(end)
+        tail.disk_until = []
+        if needed and self._tiers.store is not None and self._tiers.can_load:
+            tail.disk_until = [0] * len(tail.hashes)
+            tail.disk_until[needed.start : needed.stop] = self._until(tail, needed)
         return self._tiers.device.find(tail.hashes[needed.start : needed.stop])
 
     def next_start(self, chain: Chain, first: int) -> int:
@@ -108,9 +157,8 @@ class Tails:
 
     def complete(self, tail: Tail, end: int) -> Iterator[int]:
         """Note that the blocks before `end` were computed; yield the pages of those to be kept."""
-        for block in range(max(tail.num_done, tail.first_held), end):
-            if tail.is_kept(block):
-                yield from self._private(tail, block)
+        for block in tail.kept_within(max(tail.num_done, tail.first_held), end):
+            yield from self._private(tail, block)
         tail.num_done = max(tail.num_done, end)
 
     def last(self, tail: Tail) -> Iterator[int]:

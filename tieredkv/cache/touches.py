@@ -6,6 +6,8 @@ microseconds. So this is done after a request's first token, some blocks beside 
 Called by the engine's thread only.
 """
 
+from collections.abc import Sequence
+
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.demotion import Demoter
@@ -22,11 +24,11 @@ class Touches:
 
     def __init__(self, tiers: Tiers, demoter: Demoter, lives: Lives) -> None:
         self._tiers, self._demoter, self._lives = tiers, demoter, lives
-        self._begun: dict[Chain, int] = {}  # each with the first block that is left
+        self._begun: dict[Chain, Sequence[int]] = {}  # each with the blocks that are left
 
-    def begin(self, chain: Chain, first: int = 0) -> None:
-        """Have `go_on` refresh a chain from its block `first` on, its head first."""
-        self._begun[chain] = first
+    def begin(self, chain: Chain, indices: Sequence[int]) -> None:
+        """Have `go_on` refresh these blocks of a chain, the first ones first."""
+        self._begun[chain] = indices
 
     def go_on(self) -> None:
         """Refresh some blocks; the next step continues with the others.
@@ -35,22 +37,22 @@ class Touches:
         """
         num_left = MAX_TOUCHED
         while self._begun and num_left:
-            chain, first = next(iter(self._begun.items()))
-            last = min(len(chain.hashes), first + num_left)
-            self._begun[chain], num_left = last, num_left - (last - first)
-            self._touch(chain, range(first, last))
-            if last == len(chain.hashes):
+            chain, indices = next(iter(self._begun.items()))
+            some, self._begun[chain] = indices[:num_left], indices[num_left:]
+            self._touch(chain, some)
+            num_left -= len(some)
+            if not self._begun[chain]:
                 del self._begun[chain]
 
     def finish(self, chain: Chain) -> None:
         """Refresh what is left of a chain that is about to be released."""
-        if (first := self._begun.pop(chain, None)) is not None:
-            self._touch(chain, range(first, len(chain.hashes)))
+        if indices := self._begun.pop(chain, ()):
+            self._touch(chain, indices)
 
-    def _touch(self, chain: Chain, indices: range) -> None:
+    def _touch(self, chain: Chain, indices: Sequence[int]) -> None:
         tiers, hashes, now = self._tiers, chain.hashes, self._tiers.clock.now()
         states, get, computed = chain.row.states, tiers.catalog.get, State.COMPUTED
-        if not indices.start and chain.read_ends is not None:  # shared blocks, computed again
+        if 0 in indices and chain.read_ends is not None:  # shared blocks, computed again
             tiers.device.touch(hashes)
         for claim, part in chain.by_claim(indices):
             entries = list[Entry]()
