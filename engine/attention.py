@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from tieredkv.engine.latent import expansion, has_latents, latent_dims
 from tieredkv.errors import ModelError
-from tieredkv.kernels import launch, prefill_dense
+from tieredkv.kernels import latents, launch, prefill_dense
 from tieredkv.kernels.checks import LayerCache
-from tieredkv.kernels.partition import Batch, Heads
+from tieredkv.kernels.partition import Batch, Heads, Latent
 from tieredkv.types import DTYPE_BYTES, KVSpec, LayerKV, PageKind
 
 ATTENTION_NAME = "tieredkv"
@@ -33,6 +34,7 @@ class AttentionLayer(NamedTuple):
     Attributes:
         source: the layer whose keys and values it attends to: an earlier one, or itself.
         window: how many tokens a token attends to, itself included; None for all before it.
+        latent: of a layer with latent attention, where one KV head has what is stored for a token.
     """
 
     num_heads: int
@@ -40,6 +42,13 @@ class AttentionLayer(NamedTuple):
     head_dim: int
     source: int
     window: int | None = None
+    latent: Latent | None = None
+
+    @property
+    def stored(self) -> LayerKV:
+        """What is stored for a token, if the layer has keys and values of its own."""
+        is_latent = self.latent is not None
+        return LayerKV(self.num_kv_heads, self.head_dim, self.window, values_in_keys=is_latent)
 
     def num_seen(self, context_len: int) -> int:
         """Return to how many tokens of a context its last one attends."""
@@ -65,8 +74,7 @@ class AttentionKind(NamedTuple):
 
 def own_layers(layers: Sequence[AttentionLayer]) -> list[LayerKV]:
     """Return the shapes of those layers that have keys and values of their own."""
-    own = (layer for index, layer in enumerate(layers) if layer.source == index)
-    return [LayerKV(layer.num_kv_heads, layer.head_dim, layer.window) for layer in own]
+    return [layer.stored for index, layer in enumerate(layers) if layer.source == index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +135,10 @@ class AttentionContext:
                 source = own[kind.layers[number]]
                 caches[source], pages[source] = cache, page
         self.caches = [caches[layer.source] for layer in layers]
+        place = kv_pool.dtype, kv_pool.device
         kinds = [
-            AttentionKind(
-                Heads(*layer[:3], kv_pool.dtype, kv_pool.device), layer.window, pages[layer.source]
-            )
-            for layer in layers
+            AttentionKind(Heads(*it[:3], *place, it.latent), it.window, pages[it.source])
+            for it in layers
         ]
         self.kinds = list(dict.fromkeys(kinds))
         self._kind_of = [self.kinds.index(kind) for kind in kinds]
@@ -183,15 +190,30 @@ class AttentionContext:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend the step's queries, or only the `kept` ones, to the pool with the step's keys."""
-        step, cache, kind = self.step, self.caches[layer], self._kind_of[layer]
-        assert step is not None, "a forward pass ran outside of ModelRunner.launch"
-        if self._gate is not None and layer == self._late_layer:
-            self._gate.wait(torch.cuda.current_stream(query.device))
+        step, cache, kind = self._await_layer(layer), self.caches[layer], self._kind_of[layer]
         attend = partial(launch.paged_attention, window=self.kinds[kind].window, sinks=sinks)
         if kept is not None and step.last is not None:
             return attend(query[kept], cache, step.last[kind], scale)
         attended = attend(query, cache, step.batches[kind], scale)
         return attended if kept is None else attended[kept]
+
+    def store_latents(self, latent: Tensor, rotated: Tensor, layer: int) -> None:
+        """Write the step's latents and rotated parts of one layer into the pool."""
+        latents.store_latents(latent, rotated, self.caches[layer].k[:, :, 0], self.slots(layer))
+
+    def attend_latents(self, query: Tensor, matrix: Tensor, scale: float, layer: int) -> Tensor:
+        """Attend the step's queries of one layer to the pool with the step's latents."""
+        step, kind = self._await_layer(layer), self._kind_of[layer]
+        cache = self.caches[layer].k[:, :, 0]
+        heads = self.kinds[kind].heads
+        return latents.latent_attention(query, cache, matrix, step.batches[kind], scale, heads)
+
+    def _await_layer(self, layer: int) -> StepMetadata:
+        """Return the step, once what a layer attends to has arrived, by the stream's order."""
+        assert self.step is not None, "a forward pass ran outside of ModelRunner.launch"
+        if self._gate is not None and layer == self._late_layer:
+            self._gate.wait(torch.cuda.current_stream(self._gate_stream.device))
+        return self.step
 
 
 def _unused_rests(kv_pool: Tensor, spec: KVSpec) -> list[tuple[int, LayerCache, Tensor]]:
@@ -209,13 +231,17 @@ def _unused_rests(kv_pool: Tensor, spec: KVSpec) -> list[tuple[int, LayerCache, 
 
 
 def _layer_caches(kv_pool: Tensor, spec: KVSpec, kind: PageKind) -> list[LayerCache]:
-    """Return the keys and values of each layer of one kind of page, as views of the pool."""
+    """Return the keys and values of each layer of one kind of page, as views of the pool.
+
+    Both are the same where the values lie in the keys.
+    """
     caches = []
     for number, index in enumerate(kind.layers):
         layer = spec.layers[index]
         part = kv_pool[:, spec.first_element(kind, number) : spec.first_element(kind, number + 1)]
-        k, v = part.unflatten(1, (2, spec.block_size, *layer[:2])).unbind(1)
-        caches.append(LayerCache(k, v))
+        num_parts = 1 if layer.values_in_keys else 2
+        parts = part.unflatten(1, (num_parts, spec.block_size, *layer[:2]))
+        caches.append(LayerCache(parts[:, 0], parts[:, -1]))
     return caches
 
 
@@ -269,6 +295,49 @@ def _(
     return query.new_empty(query.shape)
 
 
+@torch.library.custom_op("tieredkv::latent_attention", mutates_args=())
+def latent_attention(
+    query: Tensor,
+    latent: Tensor,
+    rotated: Tensor,
+    matrix: Tensor,
+    scale: float,
+    layer: int,
+    context: int,
+) -> Tensor:
+    """Attend over the paged latents of a context; torch does not know that this writes to the pool.
+
+    Args:
+        query: [num_tokens, num_heads, key_dim + rope_dim], the last rope_dim of them rotated.
+        latent: [num_tokens, rank], normed.
+        rotated: [num_tokens, rope_dim].
+        matrix: [num_heads * (key_dim + value_dim), rank], which makes keys and values of latents.
+        scale: factor on the scores.
+        layer: index of the layer in the model.
+        context: handle of the `AttentionContext`.
+
+    Returns:
+        [num_tokens, num_heads, value_dim].
+    """
+    _contexts[context].store_latents(latent, rotated, layer)
+    return _contexts[context].attend_latents(query, matrix, scale, layer)
+
+
+@latent_attention.register_fake
+def _(
+    query: Tensor,
+    latent: Tensor,
+    rotated: Tensor,
+    matrix: Tensor,
+    scale: float,
+    layer: int,
+    context: int,
+) -> Tensor:
+    num_tokens, num_heads, query_dim = query.shape
+    value_dim = len(matrix) // num_heads - query_dim + rotated.shape[1]
+    return query.new_empty(num_tokens, num_heads, value_dim)
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
     """One layer's call of the attention interface, as recorded.
@@ -277,6 +346,7 @@ class AttentionCall:
 
     Attributes:
         key: the keys, by which layers are found that attend to those of another layer.
+        latent: dims of a layer that gives latents in place of keys.
     """
 
     layer: int
@@ -286,6 +356,7 @@ class AttentionCall:
     key: Tensor
     is_causal: bool
     options: dict[str, object]
+    latent: Latent | None = None
 
 
 def attention_forward(
@@ -302,7 +373,8 @@ def attention_forward(
     """Serve transformers' attention interface; tensors come as [1, heads, num_tokens, head_dim].
 
     No mask is used: causality and windows follow from the positions in the cache. Other options
-    that change the result, such as soft caps, were refused when the model was loaded.
+    that change the result, such as soft caps, were refused when the model was loaded. See
+    `keep_latents` for what a module with latent attention gives in place of keys and values.
     """
     context = options.pop(CONTEXT_ARGUMENT, None)
     layer = module.layer_idx
@@ -311,12 +383,17 @@ def attention_forward(
         shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
         is_causal = bool(getattr(module, "is_causal", True))
         options["attention_mask"] = attention_mask
-        context.append(AttentionCall(layer, *shapes, key, is_causal, options))
-        return query.transpose(1, 2), None
+        latent = latent_dims(module, query, key, value) if has_latents(module) else None
+        context.append(AttentionCall(layer, *shapes, key, is_causal, options, latent))
+        dim = query.shape[-1] if latent is None else latent.value_dim
+        return query.new_empty(*query.shape[:-1], dim).transpose(1, 2), None
     if not isinstance(context, int):
         raise ModelError("its layers do not pass keyword arguments on to the attention interface")
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if has_latents(module):
+        rest = k[:, 0], v[:, 0], expansion(module), scale, layer, context
+        return torch.ops.tieredkv.latent_attention(q, *rest)[None], None
     sinks = options.get("s_aux")
     return torch.ops.tieredkv.paged_attention(q, k, v, sinks, scale, layer, context)[None], None
 

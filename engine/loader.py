@@ -44,6 +44,7 @@ from tieredkv.engine.fingerprint import (
     parameters_fingerprint,
 )
 from tieredkv.engine.fused import FusedModel
+from tieredkv.engine.latent import keep_latents
 from tieredkv.engine.quantized import check_quantization_files, find_quantization
 from tieredkv.engine.rope import fixed_rope, scaled_rope, why_unscalable
 from tieredkv.engine.suitability import Reasons, check_config, check_reasons, probe_attention
@@ -168,9 +169,10 @@ class FoundModel:
                 raise refused(self.name, what)
             ends = _eos_token_ids(self.config, self.whole_config, self.generation, tokenizer)
         model.eval().requires_grad_(False)
+        keep_latents(model)
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         found["device"] = next(model.parameters()).device
-        kinds = {f"{it[0]}/{it[1]} heads of {it[2]}{_window(it)}": None for it in self.layers}
+        kinds = dict.fromkeys(map(_described, self.layers))
         told = self.name, self.config.model_type, len(self.layers), " and ".join(kinds)
         text = "model `%s`: %s, %d layers, %s, %s on %s, fingerprint %s"
         logger.info(text, *told, self.dtype, found["device"], digest.hex()[:12])
@@ -229,8 +231,11 @@ class LoadedModel(FoundModel):
             yield None
 
 
-def _window(layer: AttentionLayer) -> str:
-    return "" if layer.window is None else f" in a window of {layer.window}"
+def _described(layer: AttentionLayer) -> str:
+    if latent := layer.latent:
+        return f"{layer.num_heads} heads over latents of {latent.rank} + {latent.rope_dim}"
+    window = "" if layer.window is None else f" in a window of {layer.window}"
+    return f"{layer.num_heads}/{layer.num_kv_heads} heads of {layer.head_dim}{window}"
 
 
 def find_model(

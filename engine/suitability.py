@@ -22,6 +22,7 @@ from tieredkv.engine.attention import (
     AttentionLayer,
 )
 from tieredkv.engine.checkpoint import refused
+from tieredkv.engine.latent import keep_latents
 from tieredkv.engine.rope import SERVED_ROPES, rope_types
 from tieredkv.errors import ModelError
 
@@ -93,7 +94,6 @@ def _config_reasons(config: PreTrainedConfig, kind: str, context_len: int) -> Re
         known = ", ".join(f"`{each}`" for each in get_close_matches(str(name), ACT2FN, cutoff=0))
         what = f"transformers has no activation `{name}` (`{field}`); it has {known} and others"
         yield name is not None and name not in ACT2FN, what
-    yield told("kv_lora_rank"), "it uses latent attention (MLA), which is not paged yet"
     what = f"config.json does not tell the types of its layers (`layer_types`), as `{kind}` must"
     yield hasattr(config, "layer_types") and told("layer_types") is None, what
     kinds = set(told("layer_types") or ()) - {"full_attention"}
@@ -146,6 +146,7 @@ def probe_attention(
         with torch.device("meta"), torch.inference_mode():
             ours = copy.deepcopy(config)  # because building a model changes its config
             model = auto.from_config(ours, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
+            keep_latents(model)
             tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int32)
             last = torch.zeros(1, dtype=torch.int64)
             options = {"use_cache": False, "logits_to_keep": last, CONTEXT_ARGUMENT: calls}
@@ -165,6 +166,8 @@ def _layer(call: AttentionCall, calls: Sequence[AttentionCall], context_len: int
     """Return what a layer is, by its call and those before it."""
     _, num_heads, _, head_dim = call.query_shape
     source = next(other.layer for other in calls if other.key is call.key)
+    if latent := call.latent:
+        return AttentionLayer(num_heads, 1, latent.num_stored, source, latent=latent)
     window: Any = call.options.get("sliding_window")
     is_wide = not window or _is_wide(window, context_len)
     return AttentionLayer(
@@ -197,6 +200,7 @@ def _probe_reasons(
         all_heads = (num_heads, num_kv_heads, num_kv_heads)
         asked = [call.query_shape, call.key_shape, call.value_shape]
         fits = asked == [(1, heads, _PROBE_TOKENS, head_dim) for heads in all_heads]
+        fits = fits or call.latent is not None
         keys = f"keys {call.key_shape} and values {call.value_shape}"
         what = f"{layer} has queries {call.query_shape}, {keys}, which do not fit each other"
         yield not fits or num_heads % num_kv_heads, what
@@ -205,7 +209,8 @@ def _probe_reasons(
             is_asked = option not in _HARMLESS_OPTIONS and value is not None and value is not False
             is_wide = option == "attention_chunk_size" and _is_wide(value, context_len)
             what = f"{layer} uses the attention option `{option}`, which is not supported"
-            yield is_asked and not is_wide and option not in _SUPPORTED_OPTIONS, what
+            is_supported = option in _SUPPORTED_OPTIONS and not (call.latent and value)
+            yield is_asked and not is_wide and not is_supported, what
         window, expected = call.options.get("sliding_window"), _told_window(config, call.layer)
         what = f"{layer} has a window of {window} tokens, and its config says {expected}"
         yield _is_window(expected) and window != expected, what

@@ -122,7 +122,7 @@ def _merge_parts_kernel(
 
 def merge_parts(
     parts: Sequence[tuple[Tensor, Tensor]], out: Tensor, sinks: Tensor | None = None
-) -> None:
+) -> Tensor:
     """Combine partial results (out, lse) of attention into out, in float32.
 
     The parts cover disjoint parts of one context; the result is attention over all of them.
@@ -132,6 +132,9 @@ def merge_parts(
         parts: two or more, or at least one with sinks.
         out: [num_queries, num_heads, head_dim].
         sinks: [num_heads], one more score for each head, without a value.
+
+    Returns:
+        [num_heads, num_queries] float32, the log-sum-exp over all parts.
 
     Source: the identity behind Flash-Decoding and cascade inference.
     """
@@ -149,3 +152,4 @@ def merge_parts(
             DIM_TILE=max(16, triton.next_power_of_2(head_dim)), ROWS=MERGED_ROWS, num_warps=4,
         )  # fmt: skip
         first, sinks = (out, lse), None  # the merged part has the sinks
+    return first[1]

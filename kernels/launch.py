@@ -105,14 +105,15 @@ def make_batch(
     if not checks.use_triton(heads.device):
         return Batch(block_tables, spans)
     shares = share_out(spans, heads, window=window)
-    narrow = _upload_plan(shares.narrow, partition.narrow_tiling(heads), heads.device, window)
-    wide = _upload_plan(shares.wide, partition.wide_tiling(heads), heads.device, window)
+    narrow = upload_plan(shares.narrow, partition.narrow_tiling(heads), heads.device, window)
+    wide = upload_plan(shares.wide, partition.wide_tiling(heads), heads.device, window)
     return Batch(block_tables, spans, shares.dense, narrow, wide)
 
 
-def _upload_plan(
-    spans: Sequence[Span], tiling: Tiling, device: torch.device, window: int | None
+def upload_plan(
+    spans: Sequence[Span], tiling: Tiling, device: torch.device, window: int | None = None
 ) -> Tensor | None:
+    """Plan some spans and upload the plan to a new tensor; None if there are no spans."""
     if not spans:
         return None
     num_ints = partition.size_ints(tiling, partition.count_tiles(tiling, spans))
@@ -183,7 +184,7 @@ def paged_attention(
             )
         except prefill_dense.RefusedError as error:
             logger.warning("the paged kernel computes a chunk instead of cuDNN: %s", error)
-            plan = _upload_plan([span], partition.wide_tiling(heads), q.device, window)
+            plan = upload_plan([span], partition.wide_tiling(heads), q.device, window)
             alone = Batch(batch.block_tables, [span], wide=plan)
             attended = paged_attention(q, cache, alone, scale, window=window, sinks=sinks)
             out[chunk] = attended[chunk]

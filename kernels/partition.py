@@ -88,14 +88,56 @@ class Tiling(NamedTuple):
     num_splits: int = 1
 
 
+class Latent(NamedTuple):
+    """Dims of latent attention (MLA), in which all heads of a token share one stored vector.
+
+    The vector is a latent, from which a matrix makes a key and a value of each head, and a rotated
+    part, which is the rest of the key of every head. Two ways of computing give the same result.
+    *Expanded*, keys and values are made of the latents of the context. *Absorbed*, the matrix is
+    applied to queries and results instead, and heads attend to the latents themselves.
+
+    Attributes:
+        rank: elements of a latent, which are the values of absorbed attention.
+        rope_dim: elements of the rotated part.
+        key_dim: elements of a head's key that are made of a latent.
+        value_dim: elements of a head's value.
+    """
+
+    rank: int
+    rope_dim: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def num_stored(self) -> int:
+        """Elements that are stored for a token."""
+        return self.rank + self.rope_dim
+
+    def should_expand(self, num_queries: int) -> bool:
+        """Return whether a chunk of so many queries takes fewer operations if expanded.
+
+        A pair of a query and a key takes `2 * rank + rope_dim` multiplications a head if absorbed.
+        It takes `key_dim + rope_dim + value_dim` if expanded, after `rank * (key_dim + value_dim)`
+        for each key, however many queries there are. So it pays from 399 queries on for
+        GLM-4.7-Flash, from 171 for DeepSeek-V2 and from 154 for Mistral Small 4.
+        """
+        saved = 2 * self.rank - self.key_dim - self.value_dim
+        return num_queries * saved > self.rank * (self.key_dim + self.value_dim)
+
+
 class Heads(NamedTuple):
-    """Attention heads of a model, their dtype and device."""
+    """Attention heads of a model, their dtype and device.
+
+    Attributes:
+        latent: of latent attention, where one KV head has the `num_stored` elements of a token.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    latent: Latent | None = None
 
     @property
     def group(self) -> int:

@@ -78,7 +78,7 @@ def count_queries(query_len: int, context_len: int) -> int:
     return max(0, context_len // STEP * STEP - (context_len - query_len))
 
 
-def _cut(first: int, end: int, *, max_steps: int) -> Iterator[tuple[int, int]]:
+def cut(first: int, end: int, *, max_steps: int) -> Iterator[tuple[int, int]]:
     """Cut [first, end), both multiples of STEP, into pieces of 2^k steps, the longest first."""
     while first < end:
         steps = min(max_steps, (end - first) // STEP)
@@ -158,10 +158,10 @@ def attend_chunk(
         rows = q.new_zeros(context_len - begin, *q.shape[1:])
         rows[prefix_len - begin :] = q
     k, v = _gather(cache, block_table, context_len)
-    for first, end in _cut(begin, context_len, max_steps=MAX_SQUARE_STEPS):
+    for first, end in cut(begin, context_len, max_steps=MAX_SQUARE_STEPS):
         queries = rows[first - begin : end - begin]
         parts = [attend_cudnn(queries, k[first:end], v[first:end], scale, True)]
-        for start, stop in _cut(0, first, max_steps=first // STEP):
+        for start, stop in cut(0, first, max_steps=first // STEP):
             parts.append(attend_cudnn(queries, k[start:stop], v[start:stop], scale, False))
         idle = max(0, prefix_len - first)
         real = slice(idle, end - first)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tieredkv.kernels.checks import LayerCache
-from tieredkv.kernels.partition import Batch
+from tieredkv.kernels.partition import Batch, Latent
 
 
 def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
@@ -86,6 +86,65 @@ def paged_attention(
     return out
 
 
+def store_latents(latent: Tensor, rotated: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write latents and rotated parts into the paged cache; see `latents.store_latents`."""
+    whole = torch.cat([latent, rotated], dim=1)[:, None]
+    store_kv(whole, whole, LayerCache(cache[:, :, None], cache[:, :, None]), slot_mapping)
+
+
+def latent_attention(
+    q: Tensor, cache: Tensor, weights: Tensor, batch: Batch, scale: float, latent: Latent
+) -> Tensor:
+    """Attend over paged latents, by whichever way takes fewer operations.
+
+    See `latents.latent_attention`. The weights are [num_heads, key_dim + value_dim, rank].
+    """
+    out = q.new_zeros(*q.shape[:2], latent.value_dim)
+    for row, start, query_len, context_len in batch.spans:
+        if query_len:
+            table = batch.block_tables[row]
+            context = gather_context(cache[:, :, None], table, 0, context_len)[:, 0].float()
+            queries = q[start : start + query_len].float()
+            attend = attend_expanded if latent.should_expand(query_len) else attend_absorbed
+            attended = attend(queries, context, weights.float(), scale, latent)
+            out[start : start + query_len] = attended.to(q.dtype)
+    return out
+
+
+def attend_absorbed(
+    q: Tensor, context: Tensor, weights: Tensor, scale: float, latent: Latent
+) -> Tensor:
+    """Attend q, the last n of m positions, causally to what is stored for all m.
+
+    Args:
+        q: [n, num_heads, key_dim + rope_dim].
+        context: [m, rank + rope_dim].
+        weights: [num_heads, key_dim + value_dim, rank].
+        scale: factor on the scores.
+        latent: dims of the heads.
+
+    Returns:
+        [n, num_heads, value_dim].
+    """
+    to_key, to_value = weights.split([latent.key_dim, latent.value_dim], dim=1)
+    plain, rotated = q.split([latent.key_dim, latent.rope_dim], dim=2)
+    absorbed = torch.cat([torch.einsum("nhd,hdr->nhr", plain, to_key), rotated], dim=2)
+    k = context[:, None]
+    summed = _attend(absorbed, k, k[..., : latent.rank], scale, None)
+    return torch.einsum("nhr,hdr->nhd", summed, to_value)
+
+
+def attend_expanded(
+    q: Tensor, context: Tensor, weights: Tensor, scale: float, latent: Latent
+) -> Tensor:
+    """Compute what `attend_absorbed` does from the keys and values of all heads."""
+    latents, rotated = context.split([latent.rank, latent.rope_dim], dim=1)
+    made = torch.einsum("mr,hdr->mhd", latents, weights)
+    plain, v = made.split([latent.key_dim, latent.value_dim], dim=2)
+    k = torch.cat([plain, rotated[:, None].expand(-1, plain.shape[1], -1)], dim=2)
+    return _attend(q, k, v, scale, None)
+
+
 def gather_context(cache: Tensor, block_table: Tensor, first: int, end: int) -> Tensor:
     """Copy the tokens [first, end) of a request out of the paged cache.
 
@@ -138,7 +197,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -
         out = F.scaled_dot_product_attention(
             rows, k.transpose(0, 1)[None], v.transpose(0, 1)[None], scale=scale
         )
-        return out.reshape(1, num_heads, head_dim)
+        return out.reshape(1, num_heads, -1)
     mask = None
     if num_queries < num_keys or (window is not None and window < num_keys):
         mask = _seen(num_queries, num_keys, window, q.device)

@@ -53,16 +53,19 @@ class LayerKV(NamedTuple):
 
     Attributes:
         window: how many tokens before its own end a token attends to; None for all.
+        values_in_keys: whether the values are the first elements of the keys, as in latent
+            attention (MLA), and are not stored a second time.
     """
 
     num_kv_heads: int
     head_dim: int
     window: int | None = None
+    values_in_keys: bool = False
 
     @property
     def num_elements(self) -> int:
         """Elements of the keys and values of one token."""
-        return 2 * self.num_kv_heads * self.head_dim
+        return (1 if self.values_in_keys else 2) * self.num_kv_heads * self.head_dim
 
 
 class PageKind(NamedTuple):
@@ -85,7 +88,8 @@ class KVSpec:
     sets the size of all pages; where there are none, those of the largest group with one window
     do. Layers with a window are dealt to further pages of that size, in their order. A page is one
     contiguous byte range in every tier. It holds layer after layer, of each layer
-    `[2, block_size, num_kv_heads, head_dim]`: its keys, then its values.
+    `[2, block_size, num_kv_heads, head_dim]`: its keys, then its values. A layer whose values lie
+    in its keys has `[block_size, num_kv_heads, head_dim]`.
 
     Attributes:
         layers: the layers that have keys and values of their own.

@@ -61,6 +61,19 @@ GPT_OSS = {
     "num_experts_per_tok": 2,
     "layer_types": MIXED,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+}
 PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 SHORT_ROPE = {
     "rope_type": "yarn",
@@ -71,12 +84,28 @@ SHORT_ROPE = {
     "mscale": 1.0,
     "mscale_all_dim": 0.5,
 }
+LONG_ROPE = SHORT_ROPE | {"factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("apertus", {}),
     "arcee": ("arcee", {"attention_bias": True, "mlp_bias": True}),
     "cohere": ("cohere", {"use_qk_norm": True, "logit_scale": 0.5}),
     "cohere2": ("cohere2", {"sliding_window": 20, "layer_types": MIXED}),
     "cohere2 in a wide window": ("cohere2", {"sliding_window": CONTEXT_LEN}),
+    "deepseek_v2": (
+        "deepseek_v2",
+        LATENT
+        | {
+            "q_lora_rank": None,
+            "n_group": None,
+            "topk_group": None,
+            "first_k_dense_replace": 1,
+            "rope_parameters": LONG_ROPE | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        LATENT | {"first_k_dense_replace": 1, "rope_parameters": LONG_ROPE | {"mscale_all_dim": 1}},
+    ),
     "ernie4_5": ("ernie4_5", {"use_bias": True}),
     "exaone4": ("exaone4", {"sliding_window": 33, "layer_types": MIXED}),
     "exaone4 in a wide window": ("exaone4", {"sliding_window": CONTEXT_LEN}),
@@ -121,6 +150,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm": ("glm", {"attention_bias": True}),
     "glm4": ("glm4", {"attention_bias": True}),
+    "glm4_moe_lite": ("glm4_moe_lite", LATENT),
     "gpt2": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     "gpt2 unscaled": ("gpt2", {"scale_attn_weights": False}),
     "gpt_bigcode": ("gpt_bigcode", {}),
@@ -150,8 +180,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         FEW_EXPERTS | {"sliding_window": 16, "layer_types": MIXED, "head_dim": 16},
     ),
     "ministral3": ("ministral3", {"rope_parameters": SHORT_ROPE, "head_dim": 16}),
+    "minicpm3": ("minicpm3", LATENT),
     "mistral": ("mistral", {"sliding_window": 24}),
     "mistral in a wide window": ("mistral", {"sliding_window": CONTEXT_LEN}),
+    "mistral4": ("mistral4", LATENT | {"rope_parameters": LONG_ROPE}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "nanochat": ("nanochat", {"final_logit_softcapping": 2.0}),
     "olmo": ("olmo", {"clip_qkv": 0.5}),

@@ -39,7 +39,7 @@ def folder(checkpoints: Any, tmp_path: Path) -> Path:
 
 def test_a_loaded_model_says_what_the_engine_must_know(checkpoints: Any) -> None:
     loaded = load(checkpoints("qwen3"))
-    assert loaded.layers == [(4, 2, 32, index, None) for index in range(2)]
+    assert loaded.layers == [(4, 2, 32, index, None, None) for index in range(2)]
     assert (loaded.vocab_size, loaded.max_model_len) == (300, 512)
     assert loaded.dtype == "float32"
     assert loaded.eos_token_ids == {7, 257}

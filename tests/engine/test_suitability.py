@@ -43,7 +43,7 @@ def examine(
         ("mistral", {"sliding_window": 0}),
         ("gemma3_text", {"sliding_window": None}),
         ("gemma2", {"layer_types": FULL}),
-        ("deepseek_v3", {}),
+        ("deepseek_v32", {"num_key_value_heads": 4}),
         ("qwen3_next", {}),
         ("llama4_text", {"attention_chunk_size": 64}),
         ("llama", {"hidden_act": "sliu"}),
@@ -133,7 +133,7 @@ def test_the_probe_allocates_no_weights() -> None:
     huge = {"hidden_size": 65536, "intermediate_size": 262144, "num_hidden_layers": 100}
     config = AutoConfig.for_model("llama", **(SMALL | huge), head_dim=128)
     found = probe_attention("huge", config, 256)
-    assert found == [(4, 2, 128, index, None) for index in range(100)]
+    assert found == [(4, 2, 128, index, None, None) for index in range(100)]
 
 
 def test_the_probe_leaves_the_config_as_it_was() -> None:

@@ -159,7 +159,7 @@ def test_the_text_model_gives_the_logits_of_the_whole(name: str, tmp_path: Path)
     expected, loaded = run_transformers(whole, ids), load(tmp_path)
     assert (run_paged(loaded, ids) - expected).abs().max() <= 1e-4 * expected.abs().max()
     assert (loaded.vocab_size, loaded.max_model_len) == (300, CONTEXT_LEN)
-    assert loaded.layers == [(4, 2, 16, index, None) for index in range(2)]
+    assert loaded.layers == [(4, 2, 16, index, None, None) for index in range(2)]
 
 
 def test_the_engine_answers_as_transformers_generates(tmp_path: Path) -> None:
@@ -336,5 +336,5 @@ def test_a_model_without_a_text_model_to_serve_is_refused(kind: str, tmp_path: P
 def test_random_weights_are_drawn_for_the_text_of_a_multimodal_shape(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(whole_config("qwen3_vl").to_dict()))
     loaded = find_model(f"random:{tmp_path}", device="cpu").load()
-    assert loaded.layers == [(4, 2, 16, index, None) for index in range(2)]
+    assert loaded.layers == [(4, 2, 16, index, None, None) for index in range(2)]
     assert not [key for key in loaded.model.state_dict() if "visual" in key]

@@ -24,7 +24,7 @@ def loaded() -> LoadedModel:
 
 
 def test_the_tiny_model_has_the_promised_shape(loaded: LoadedModel) -> None:
-    assert loaded.layers == [(8, 2, 32, index, None) for index in range(4)]
+    assert loaded.layers == [(8, 2, 32, index, None, None) for index in range(4)]
     assert loaded.dtype == "float32"
     assert loaded.kv_spec(16).token_bytes == 2048
     assert loaded.vocab_size <= 512

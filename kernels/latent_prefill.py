@@ -1,0 +1,112 @@
+"""Prefill of latent attention for long chunks: keys and values are made of latents, piece by piece.
+
+The chunk and the context before it are cut into squares and pieces as `prefill_dense` says. Keys
+and values of a piece are made once, attended to by all squares behind it, and dropped, so their
+memory does not grow with the context. cuDNN attends with the dims of a head's own keys and values,
+and the results are merged by log-sum-exp. This module knows no batches.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tieredkv.kernels import prefill_dense, reference
+from tieredkv.kernels.checks import triton_module
+from tieredkv.kernels.partition import Latent
+from tieredkv.kernels.prefill_dense import Partial
+
+PIECE_BYTES = 256 << 20
+"""Most bytes of the keys and values that are made at a time."""
+
+
+def max_piece_steps(latent: Latent, num_heads: int, element_bytes: int) -> int:
+    """Return the longest piece, a power of two, in steps of the dense path."""
+    token_bytes = num_heads * (latent.key_dim + latent.rope_dim + latent.value_dim) * element_bytes
+    steps = max(1, PIECE_BYTES // (token_bytes * prefill_dense.STEP))
+    return min(prefill_dense.MAX_SQUARE_STEPS, 1 << steps.bit_length() - 1)
+
+
+class _Square(NamedTuple):
+    """Queries of a chunk that attend together, and the parts of their result that are not merged.
+
+    Attributes:
+        first, end: positions of the queries.
+        parts: over disjoint parts of the context.
+    """
+
+    first: int
+    end: int
+    parts: list[Partial]
+
+
+def attend_chunk(
+    q: Tensor,
+    cache: Tensor,
+    matrix: Tensor,
+    block_table: Tensor,
+    context_len: int,
+    scale: float,
+    out: Tensor,
+    latent: Latent,
+) -> None:
+    """Attend a chunk's queries, the last tokens of the context, causally to the whole context.
+
+    Args:
+        q: [num_queries, num_heads, key_dim + rope_dim]; `prefill_dense.count_queries` gives their
+            number.
+        cache: [num_blocks, block_size, rank + rope_dim], of the layer.
+        matrix: [num_heads * (key_dim + value_dim), rank].
+        block_table: [max_blocks].
+        context_len: tokens of the context with these queries, a multiple of the dense path's STEP.
+        scale: factor on the scores.
+        out: the result, [num_queries, num_heads, value_dim], contiguous.
+        latent: dims of the heads.
+
+    Raises:
+        RefusedError: cuDNN does not support these shapes on this machine.
+    """
+    step, prefix_len = prefill_dense.STEP, context_len - len(q)
+    begin = prefix_len // step * step
+    rows = q if begin == prefix_len else F.pad(q, (0, 0, 0, 0, prefix_len - begin, 0))
+    most = max_piece_steps(latent, q.shape[1], q.element_size())
+    cut = prefill_dense.cut
+    squares = [_Square(*ends, []) for ends in cut(begin, context_len, max_steps=most)]
+    pieces = [*cut(0, begin, max_steps=most), *((it.first, it.end) for it in squares)]
+    for start, end in pieces:
+        k, v = _expand(cache, matrix, block_table, start, end, latent)
+        for square in squares:
+            if square.first < start:
+                continue
+            queries = rows[square.first - begin : square.end - begin]
+            is_own = square.first == start
+            part = prefill_dense.attend_cudnn(queries, k, v, scale, is_own)
+            square.parts.append(part)
+            if len(square.parts) > triton_module("dense_kernels").MAX_PARTS - 1:
+                square.parts[:] = [_merged(square.parts)]
+    for first, end, parts in squares:
+        merged = parts[0] if len(parts) == 1 else _merged(parts)
+        idle = max(0, prefix_len - first)
+        out[first + idle - prefix_len : end - prefix_len] = merged.out[idle:]
+
+
+def _merged(parts: list[Partial]) -> Partial:
+    merged = torch.empty_like(parts[0].out)
+    lse = triton_module("dense_kernels").merge_parts(parts, merged)
+    return Partial(merged, lse)
+
+
+def _expand(
+    cache: Tensor, matrix: Tensor, block_table: Tensor, start: int, end: int, latent: Latent
+) -> tuple[Tensor, Tensor]:
+    """Make keys and values of all heads for the positions [start, end) of a context.
+
+    Bytes moved: the latents are read twice and written once, keys and values are written, and the
+    part of the keys that is made of latents is read and written once more.
+    """
+    stored = reference.gather_context(cache[:, :, None], block_table, start, end)[:, 0]
+    latents, rotated = stored.split([latent.rank, latent.rope_dim], dim=1)
+    made = F.linear(latents, matrix).unflatten(1, (-1, latent.key_dim + latent.value_dim))
+    plain, v = made.split([latent.key_dim, latent.value_dim], dim=2)
+    return torch.cat([plain, rotated[:, None].expand(-1, plain.shape[1], -1)], dim=2), v
