@@ -308,7 +308,7 @@ def latent_attention(
     """Attend over the paged latents of a context; torch does not know that this writes to the pool.
 
     Args:
-        query: [num_tokens, num_heads, key_dim + rope_dim], the last rope_dim of them rotated.
+        query: [num_tokens, num_heads, query_dim], the last rope_dim of them rotated.
         latent: [num_tokens, rank], normed.
         rotated: [num_tokens, rope_dim].
         matrix: [num_heads * (key_dim + value_dim), rank], which makes keys and values of latents.

@@ -14,18 +14,8 @@ from torch import Tensor
 
 from tieredkv.kernels import prefill_dense, reference
 from tieredkv.kernels.checks import triton_module
-from tieredkv.kernels.partition import Latent
+from tieredkv.kernels.partition import Heads, Latent
 from tieredkv.kernels.prefill_dense import Partial
-
-PIECE_BYTES = 256 << 20
-"""Most bytes of the keys and values that are made at a time."""
-
-
-def max_piece_steps(latent: Latent, num_heads: int, element_bytes: int) -> int:
-    """Return the longest piece, a power of two, in steps of the dense path."""
-    token_bytes = num_heads * (latent.key_dim + latent.rope_dim + latent.value_dim) * element_bytes
-    steps = max(1, PIECE_BYTES // (token_bytes * prefill_dense.STEP))
-    return min(prefill_dense.MAX_SQUARE_STEPS, 1 << steps.bit_length() - 1)
 
 
 class _Square(NamedTuple):
@@ -49,33 +39,33 @@ def attend_chunk(
     context_len: int,
     scale: float,
     out: Tensor,
-    latent: Latent,
+    heads: Heads,
 ) -> None:
     """Attend a chunk's queries, the last tokens of the context, causally to the whole context.
 
     Args:
-        q: [num_queries, num_heads, key_dim + rope_dim]; `prefill_dense.count_queries` gives their
-            number.
+        q: [num_queries, num_heads, query_dim]; `prefill_dense.count_queries` gives their number.
         cache: [num_blocks, block_size, rank + rope_dim], of the layer.
         matrix: [num_heads * (key_dim + value_dim), rank].
         block_table: [max_blocks].
         context_len: tokens of the context with these queries, a multiple of the dense path's STEP.
         scale: factor on the scores.
         out: the result, [num_queries, num_heads, value_dim], contiguous.
-        latent: dims of the heads.
+        heads: of the layer, with `latent`.
 
     Raises:
         RefusedError: cuDNN does not support these shapes on this machine.
     """
-    step, prefix_len = prefill_dense.STEP, context_len - len(q)
+    step, prefix_len, latent = prefill_dense.STEP, context_len - len(q), heads.latent
+    assert latent is not None, "heads without latent attention"
     begin = prefix_len // step * step
-    rows = q if begin == prefix_len else F.pad(q, (0, 0, 0, 0, prefix_len - begin, 0))
-    most = max_piece_steps(latent, q.shape[1], q.element_size())
-    cut = prefill_dense.cut
+    # cuDNN's plans are made for contiguous queries, and padding makes them contiguous.
+    rows = F.pad(q, (0, 0, 0, 0, prefix_len - begin, 0)) if begin < prefix_len else q.contiguous()
+    cut, most = prefill_dense.cut, prefill_dense.max_made_steps(heads)
     squares = [_Square(*ends, []) for ends in cut(begin, context_len, max_steps=most)]
     pieces = [*cut(0, begin, max_steps=most), *((it.first, it.end) for it in squares)]
     for start, end in pieces:
-        k, v = _expand(cache, matrix, block_table, start, end, latent)
+        k, v = expand(cache, matrix, block_table, start, end, latent)
         for square in squares:
             if square.first < start:
                 continue
@@ -97,7 +87,7 @@ def _merged(parts: list[Partial]) -> Partial:
     return Partial(merged, lse)
 
 
-def _expand(
+def expand(
     cache: Tensor, matrix: Tensor, block_table: Tensor, start: int, end: int, latent: Latent
 ) -> tuple[Tensor, Tensor]:
     """Make keys and values of all heads for the positions [start, end) of a context.

@@ -61,7 +61,7 @@ def latent_attention(
     lies: its halves are views, and no copy of the weights is made.
 
     Args:
-        q: [num_tokens, num_heads, key_dim + rope_dim], the cache's dtype, contiguous in its last
+        q: [num_tokens, num_heads, query_dim], the cache's dtype, contiguous in its last
             dimension; the last rope_dim elements are rotated.
         cache: [num_blocks, block_size, rank + rope_dim], of the layer.
         matrix: [num_heads * (key_dim + value_dim), rank], contiguous; the rows of a head make its
@@ -80,13 +80,15 @@ def latent_attention(
     """
     whole, latent = _check_cache(cache), heads.latent
     assert latent is not None, "heads without latent attention"
-    if q.shape[1:] != (heads.num_heads, latent.key_dim + latent.rope_dim):
-        raise ShapeError(f"q {describe(q)} does not fit {heads}")
+    told = f"{heads.num_heads} heads of {latent}"
+    if q.shape[1:] != (heads.num_heads, latent.query_dim):
+        raise ShapeError(f"q {describe(q)} does not fit {told}")
     num_rows = heads.num_heads * (latent.key_dim + latent.value_dim)
     if matrix.shape != (num_rows, latent.rank) or not matrix.is_contiguous():
-        raise ShapeError(f"matrix {describe(matrix)} does not fit {heads}, or is not contiguous")
+        what = f"matrix {describe(matrix)} does not fit {told}"
+        raise ShapeError(f"{what}, or is not contiguous")
     if cache.shape[2] != latent.num_stored:
-        raise ShapeError(f"cache {describe(cache)} does not fit {heads}")
+        raise ShapeError(f"cache {describe(cache)} does not fit {told}")
     checks.check_data("q", q, whole)
     checks.check_data("matrix", matrix, whole)
     checks.check_indices("block_tables", batch.block_tables, whole)
@@ -100,7 +102,7 @@ def latent_attention(
         table = batch.block_tables[span.row]
         try:
             latent_prefill.attend_chunk(
-                q[chunk], cache, matrix, table, span.context_len, scale, out[chunk], latent
+                q[chunk], cache, matrix, table, span.context_len, scale, out[chunk], heads
             )
         except RefusedError as error:
             logger.warning("the paged kernel computes a chunk instead of cuDNN: %s", error)

@@ -261,26 +261,51 @@ def paged_attention(
     partial_lse = torch.empty(num_partials, dtype=torch.float32, device=q.device)
     is_dependent = has_dependent_launch(q.device)
     launch_options = {"launch_pdl": True} if is_dependent else {}
-    sizes = {
-        "INTS_PER_PROGRAM": INTS_PER_PROGRAM,
-        "INTS_PER_TILE": INTS_PER_TILE,
-        "GROUP": group,
-        "ROW_TILE": tiling.row_tile,
-        "HEAD_DIM": head_dim,
-        "DIM_TILE": max(16, triton.next_power_of_2(head_dim)),
-        "IS_DEPENDENT": is_dependent,
-    }
     _attention_kernel[(num_kv_heads * tiling.num_splits, tiling.num_programs)](
         out, partial_out, partial_lse, q, *cache, block_tables, plan, sinks, scale * LOG2_E.value,
         *out.stride()[:2], *q.stride()[:2], *cache.k.stride()[:3], block_tables.stride(0),
-        BLOCK_SIZE=block_size, KV_TILE=tiling.kv_tile, WINDOW=window or 0,
-        SPLITS=tiling.num_splits, HAS_ONE_LOOP=is_narrow or window is not None, **sizes,
+        INTS_PER_PROGRAM=INTS_PER_PROGRAM, INTS_PER_TILE=INTS_PER_TILE, BLOCK_SIZE=block_size,
+        GROUP=group, ROW_TILE=tiling.row_tile, HEAD_DIM=head_dim,
+        DIM_TILE=max(16, triton.next_power_of_2(head_dim)), KV_TILE=tiling.kv_tile,
+        WINDOW=window or 0, SPLITS=tiling.num_splits,
+        HAS_ONE_LOOP=is_narrow or window is not None, IS_DEPENDENT=is_dependent,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **launch_options,
     )  # fmt: skip
-    if tiling.num_programs > 1:
-        rows = 1 if is_narrow else 4
-        num_rows = tiling.num_queries * group
-        _merge_kernel[(tiling.num_programs - 1, num_kv_heads, triton.cdiv(num_rows, rows))](
-            out, partial_out, partial_lse, plan, *out.stride()[:2], PARTIALS=32 // rows, ROWS=rows,
-            **sizes, num_warps=max(1, head_dim // 128) if is_narrow else 4, **launch_options,
-        )  # fmt: skip
+    merge_partials(partial_out, partial_lse, plan, tiling, group, num_kv_heads, out)
+
+
+def merge_partials(
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    plan: Tensor,
+    tiling: Tiling,
+    group: int,
+    num_groups: int,
+    out: Tensor,
+) -> None:
+    """Launch the merge kernel for the tiles that several programs share.
+
+    Args:
+        partial_out: partial results, float32.
+        partial_lse: their log-sum-exps in base 2, float32.
+        plan: partition of the queries.
+        tiling: with which the plan was made.
+        group: heads of a group, which are together in a tile.
+        num_groups: groups of heads.
+        out: [num_tokens, num_heads, head_dim], the result.
+    """
+    if tiling.num_programs == 1:
+        return
+    is_narrow, head_dim = tiling.num_queries == 1, out.shape[2]
+    is_dependent = has_dependent_launch(out.device)
+    launch_options = {"launch_pdl": True} if is_dependent else {}
+    rows = 1 if is_narrow else 4
+    num_rows = tiling.num_queries * group
+    _merge_kernel[(tiling.num_programs - 1, num_groups, triton.cdiv(num_rows, rows))](
+        out, partial_out, partial_lse, plan, *out.stride()[:2],
+        INTS_PER_PROGRAM=INTS_PER_PROGRAM, INTS_PER_TILE=INTS_PER_TILE, GROUP=group,
+        ROW_TILE=tiling.row_tile, HEAD_DIM=head_dim,
+        DIM_TILE=max(16, triton.next_power_of_2(head_dim)), PARTIALS=32 // rows, ROWS=rows,
+        IS_DEPENDENT=is_dependent, num_warps=max(1, head_dim // 128) if is_narrow else 4,
+        **launch_options,
+    )  # fmt: skip

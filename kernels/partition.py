@@ -28,6 +28,9 @@ INTS_PER_PROGRAM = 16
 MAX_SUMS_PER_THREAD = 128
 """Most of a tile's float32 sums that a thread holds in its 255 registers."""
 
+MAX_LATENT_ROWS = 64
+"""Most rows of a tile of latent attention."""
+
 MIN_UNITS = 2
 """Fewest units of a program; with fewer, merging would cost more than sharing saves."""
 
@@ -76,7 +79,8 @@ class Tiling(NamedTuple):
         row_tile: rows of a tile, padded to a power of two.
         kv_tile: positions of a unit.
         num_programs: programs for each KV head and split.
-        num_splits: parts of the output's dims, each with programs of its own.
+        num_splits: parts of the output's dims, each with programs of its own; of latent attention
+            the groups of heads.
     """
 
     num_queries: int
@@ -107,6 +111,11 @@ class Latent(NamedTuple):
     rope_dim: int
     key_dim: int
     value_dim: int
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of a head's query, and of its key."""
+        return self.key_dim + self.rope_dim
 
     @property
     def num_stored(self) -> int:
@@ -151,6 +160,8 @@ def narrow_tiling(heads: Heads) -> Tiling:
 
     Contexts are often powers of two, so the number of programs is a multiple of 8 if it can be.
     """
+    if heads.latent is not None:
+        return _latent_tiling(heads, is_narrow=True)
     row_tile = max(16, 1 << (heads.group - 1).bit_length())
     programs = max(1, 2 * num_multiprocessors(heads.device) // heads.num_kv_heads)
     programs = programs & ~7 or programs
@@ -168,6 +179,8 @@ def wide_tiling(heads: Heads) -> Tiling:
     shared memory, in 16 bits, a head of 512 takes 128 KiB for the queries, 32 KiB for the keys of
     32 positions and 16 KiB for half of their values, both twice: 224 KiB.
     """
+    if heads.latent is not None:
+        return _latent_tiling(heads, is_narrow=False)
     is_exact = heads.dtype == torch.float32
     row_tile = max(32 if is_exact else 128, 1 << (heads.group - 1).bit_length())
     num_queries = row_tile // heads.group
@@ -177,6 +190,30 @@ def wide_tiling(heads: Heads) -> Tiling:
         return Tiling(num_queries, row_tile, 16, 8, 1, programs)
     kv_tile, num_stages = max(32, _kv_tile(heads)), 5 if heads.head_dim <= 128 else 3
     return Tiling(num_queries, row_tile, kv_tile, 8, num_stages, programs, num_splits)
+
+
+def _latent_tiling(heads: Heads, *, is_narrow: bool) -> Tiling:
+    """Return the tiling for absorbed queries, whose sums of 64 rows and 512 dims fill registers.
+
+    The programs of a split attend one group of heads. In shared memory, in 16 bits, 64 rows of 576
+    elements take 72 KiB, and the latents of 64 positions take as much, twice: 216 KiB.
+    """
+    group, is_exact = _latent_group(heads), heads.dtype == torch.float32
+    num_queries = 1 if is_narrow or is_exact else MAX_LATENT_ROWS // group
+    row_tile = max(16, 1 << (num_queries * group - 1).bit_length())
+    num_groups = heads.num_heads // group
+    programs = max(1, num_multiprocessors(heads.device) // num_groups)
+    if is_narrow:
+        programs = programs & ~7 or programs
+    if is_exact:
+        return Tiling(num_queries, row_tile, 16, 8, 1, programs, num_groups)
+    return Tiling(num_queries, row_tile, 64, 8, 3, programs, num_groups)
+
+
+def _latent_group(heads: Heads) -> int:
+    """Return how many heads are together in a tile: all of them, or else an equal part."""
+    most = range(min(heads.num_heads, MAX_LATENT_ROWS), 0, -1)
+    return next(group for group in most if heads.num_heads % group == 0)
 
 
 def _kv_tile(heads: Heads) -> int:

@@ -38,6 +38,9 @@ MIN_QUERY_TOKENS = 1024
 """Shortest chunk of the dense path. The paged kernel is used for shorter ones, which would be
 mostly small squares, because it shares their context among programs."""
 
+MAX_MADE_BYTES = 256 << 20
+"""Most bytes of keys and values that are made of latents at a time."""
+
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
 
@@ -61,7 +64,9 @@ class Partial(NamedTuple):
 @functools.cache
 def is_available(heads: Heads) -> bool:
     """Return whether the dense path works on this machine; the first call tries it."""
-    if heads.device.type != "cuda" or heads.dtype not in DTYPES or heads.head_dim > MAX_HEAD_DIM:
+    latent = heads.latent
+    dims = (heads.head_dim,) if latent is None else (latent.query_dim, latent.value_dim)
+    if heads.device.type != "cuda" or heads.dtype not in DTYPES or max(dims) > MAX_HEAD_DIM:
         return False
     try:
         _try_shape(heads, STEP, STEP, is_causal=True)
@@ -76,6 +81,15 @@ def count_queries(query_len: int, context_len: int) -> int:
     if query_len < MIN_QUERY_TOKENS:
         return 0
     return max(0, context_len // STEP * STEP - (context_len - query_len))
+
+
+def max_made_steps(heads: Heads) -> int:
+    """Return the steps of the longest piece whose keys and values are made of latents."""
+    latent = heads.latent
+    assert latent is not None, "heads without latent attention"
+    token_bytes = heads.num_heads * (latent.query_dim + latent.value_dim) * heads.dtype.itemsize
+    steps = max(1, MAX_MADE_BYTES // (token_bytes * STEP))
+    return min(MAX_SQUARE_STEPS, 1 << steps.bit_length() - 1)
 
 
 def cut(first: int, end: int, *, max_steps: int) -> Iterator[tuple[int, int]]:
@@ -101,6 +115,9 @@ def warm_up(
     longest = min(max_query_len + STEP, MAX_SQUARE_STEPS * STEP, max_context_len)
     squares = [STEP << k for k in range(20) if STEP << k <= longest]
     pieces = [STEP << k for k in range(20) if STEP << k < max_context_len]
+    if heads.latent is not None:
+        most = STEP * max_made_steps(heads)
+        squares, pieces = ([n for n in lengths if n <= most] for lengths in (squares, pieces))
     shapes = [(n, n, True) for n in squares] + [(n, m, False) for n in squares for m in pieces]
     for done, (num_queries, num_keys, is_causal) in enumerate(shapes, 1):
         _try_shape(heads, num_queries, num_keys, is_causal=is_causal)
@@ -111,7 +128,8 @@ def warm_up(
 def _merge_some(heads: Heads, sinks: Tensor | None) -> None:
     """Compile the kernels that merge parts."""
     kernels = triton_module("dense_kernels")
-    out = torch.zeros(STEP, heads.num_heads, heads.head_dim, dtype=heads.dtype, device=heads.device)
+    dim = heads.head_dim if heads.latent is None else heads.latent.value_dim
+    out = torch.zeros(STEP, heads.num_heads, dim, dtype=heads.dtype, device=heads.device)
     lse = torch.zeros(heads.num_heads, STEP, device=heads.device)
     # Sinks are in the first launch only, so that launches of later parts are a kernel of their own.
     for num_parts in range(1 if sinks is not None else 2, 2 * kernels.MAX_PARTS):
@@ -120,6 +138,12 @@ def _merge_some(heads: Heads, sinks: Tensor | None) -> None:
 
 def _try_shape(heads: Heads, num_queries: int, num_keys: int, *, is_causal: bool) -> None:
     like = torch.empty(0, dtype=heads.dtype, device=heads.device)
+    if latent := heads.latent:  # the values are a view of what is made of latents
+        made = like.new_zeros(num_keys, heads.num_heads, latent.key_dim + latent.value_dim)
+        q = like.new_zeros(num_queries, heads.num_heads, latent.query_dim)
+        k = like.new_zeros(num_keys, heads.num_heads, latent.query_dim)
+        attend_cudnn(q, k, made[..., latent.key_dim :], 1.0, is_causal)
+        return
     q = like.new_zeros(num_queries, heads.num_heads, heads.head_dim)
     k = like.new_zeros(num_keys, heads.num_kv_heads, heads.head_dim)
     attend_cudnn(q, k, k, 1.0, is_causal)

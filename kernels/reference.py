@@ -117,7 +117,7 @@ def attend_absorbed(
     """Attend q, the last n of m positions, causally to what is stored for all m.
 
     Args:
-        q: [n, num_heads, key_dim + rope_dim].
+        q: [n, num_heads, query_dim].
         context: [m, rank + rope_dim].
         weights: [num_heads, key_dim + value_dim, rank].
         scale: factor on the scores.

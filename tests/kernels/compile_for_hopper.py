@@ -15,11 +15,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tieredkv.kernels import dense_kernels, fused, paged_attention, store_kv
+from tieredkv.kernels import dense_kernels, fused, latent_attention, paged_attention, store_kv
 from tieredkv.kernels.partition import (
     INTS_PER_PROGRAM,
     INTS_PER_TILE,
     Heads,
+    Latent,
     narrow_tiling,
     wide_tiling,
 )
@@ -113,6 +114,32 @@ def compile_attention(
     )
 
 
+def compile_latent_attention(dtype: torch.dtype, num_heads: int, latent: Latent) -> None:
+    heads = Heads(num_heads, 1, latent.num_stored, dtype, torch.device("cpu"), latent)
+    sizes = {"BLOCK_SIZE": 16, "RANK": latent.rank}
+    for tiling in (narrow_tiling(heads), wide_tiling(heads)):
+        tiles = {
+            "INTS_PER_PROGRAM": INTS_PER_PROGRAM,
+            "INTS_PER_TILE": INTS_PER_TILE,
+            "GROUP": num_heads // tiling.num_splits,
+            "ROW_TILE": tiling.row_tile,
+            "RANK_TILE": triton.next_power_of_2(latent.rank),
+            "ROPE_DIM": latent.rope_dim,
+            "ROPE_TILE": triton.next_power_of_2(latent.rope_dim),
+            "KV_TILE": tiling.kv_tile,
+            "IS_DEPENDENT": True,
+        }
+        compile_kernel(
+            latent_attention._latent_kernel,
+            dtype,
+            sizes | tiles,
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+        )
+    stored = {"NUM_STORED": latent.num_stored, "TILE": 1024}
+    compile_kernel(latent_attention._store_latents_kernel, dtype, sizes | stored)
+
+
 def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     compile_attention(dtype, num_heads, num_kv_heads, head_dim)
     compile_kernel(
@@ -155,3 +182,7 @@ if __name__ == "__main__":
     compile_attention(torch.bfloat16, 64, 8, 64, window=128, has_sinks=True)
     compile_attention(torch.bfloat16, 16, 8, 256, window=1024)
     compile_attention(torch.float16, 14, 2, 128, has_sinks=True)
+    compile_latent_attention(torch.bfloat16, 20, Latent(512, 64, 192, 256))
+    compile_latent_attention(torch.float16, 128, Latent(512, 64, 128, 128))
+    compile_latent_attention(torch.bfloat16, 32, Latent(256, 64, 64, 128))
+    compile_latent_attention(torch.float32, 16, Latent(512, 64, 128, 128))
