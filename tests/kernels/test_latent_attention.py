@@ -73,7 +73,7 @@ class LatentCase:
         for span in self.spans:
             stored = self.context(span).double().cpu()
             made = (stored[:, : latent.rank] @ matrix.T).view(len(stored), num_heads, -1)
-            plain, v = made.split([latent.key_dim, latent.value_dim], dim=2)
+            plain, v = made[..., : latent.key_dim], made[..., latent.key_dim :]
             rotated = stored[:, None, latent.rank :].expand(-1, num_heads, -1)
             k = torch.cat([plain, rotated], dim=2)
             for index in range(span.query_len):
