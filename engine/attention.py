@@ -50,6 +50,13 @@ class AttentionLayer(NamedTuple):
         is_latent = self.latent is not None
         return LayerKV(self.num_kv_heads, self.head_dim, self.window, values_in_keys=is_latent)
 
+    @property
+    def pair_flops(self) -> int:
+        """Operations of attention for a token of a prompt and a token that it attends to."""
+        if self.latent is None:
+            return 4 * self.num_heads * self.head_dim
+        return 2 * self.num_heads * self.latent.pair_products(is_expanded=True)
+
     def num_seen(self, context_len: int) -> int:
         """Return to how many tokens of a context its last one attends."""
         return context_len if self.window is None else min(context_len, self.window)

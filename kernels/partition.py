@@ -122,16 +122,22 @@ class Latent(NamedTuple):
         """Elements that are stored for a token."""
         return self.rank + self.rope_dim
 
+    def pair_products(self, *, is_expanded: bool) -> int:
+        """Multiplications of a head for a query and a token that it attends to."""
+        if is_expanded:
+            return self.query_dim + self.value_dim
+        return self.num_stored + self.rank
+
     def should_expand(self, num_queries: int) -> bool:
         """Return whether a chunk of so many queries takes fewer operations if expanded.
 
-        A pair of a query and a key takes `2 * rank + rope_dim` multiplications a head if absorbed.
-        It takes `key_dim + rope_dim + value_dim` if expanded, after `rank * (key_dim + value_dim)`
-        for each key, however many queries there are. So it pays from 399 queries on for
+        A pair of a query and a token takes fewer of them, but first a key and a value are made for
+        each token, however many queries there are. So to expand pays from 399 queries on for
         GLM-4.7-Flash, from 171 for DeepSeek-V2 and from 154 for Mistral Small 4.
         """
-        saved = 2 * self.rank - self.key_dim - self.value_dim
-        return num_queries * saved > self.rank * (self.key_dim + self.value_dim)
+        expanded, absorbed = (self.pair_products(is_expanded=way) for way in (True, False))
+        made = self.rank * (self.key_dim + self.value_dim)
+        return made + num_queries * expanded < num_queries * absorbed
 
 
 class Heads(NamedTuple):

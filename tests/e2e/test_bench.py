@@ -185,6 +185,20 @@ def test_bench_attention_counts_what_queries_see_in_a_window(run_bench: Bench) -
         assert row["GBps"] == pytest.approx(2 * 2 * 32 * 4 * num_keys / row["ms"] / 1e6)
 
 
+def test_bench_attention_counts_latents_and_the_way_that_takes_fewer_operations(
+    run_bench: Bench,
+) -> None:
+    words = ["--shape", "deepseek-v2-lite", "--cases", "200+0,16+48,1x64", "--repeats", "1"]
+    report = run_bench("attention", *words)
+    absorbed = 2 * 16 * (2 * 512 + 64)
+    expanded = 2 * 16 * (128 + 64 + 128) * 200 * 201 // 2 + 2 * 16 * 200 * 512 * (128 + 128)
+    flops = [expanded, absorbed * (16 * 48 + 16 * 17 // 2), absorbed * 64]
+    for row, num_flops, num_keys in zip(report["rows"], flops, [200, 64, 64], strict=True):
+        assert row["relative_error"] < 1e-4
+        assert row["TFLOPs"] == pytest.approx(num_flops / row["ms"] / 1e9)
+        assert row["GBps"] == pytest.approx(576 * 4 * num_keys / row["ms"] / 1e6)
+
+
 def test_bench_decode_counts_tokens(run_bench: Bench) -> None:
     words = ["--model", "tiny-random", "--repeats", "1", "--contexts", "40,80", "--tokens", "12"]
     report = run_bench("decode", *words, "--workloads", "3x50+9")

@@ -15,6 +15,7 @@ from tieredkv.engine.checkpoint import SHAPES
 from tieredkv.engine.loader import find_model
 from tieredkv.engine.suitability import check_config, probe_attention
 from tieredkv.errors import ModelError
+from tieredkv.kernels.partition import Latent
 
 SMALL = {
     "vocab_size": 300,
@@ -118,6 +119,15 @@ def test_every_known_shape_can_be_served(shape: str) -> None:
     config = AutoConfig.from_pretrained(SHAPES / f"{shape}.json")
     check_config(shape, config, 4096)
     found = probe_attention(shape, config, 4096)
+    assert [layer.source for layer in found] == list(range(table["num_hidden_layers"]))
+    if rank := table.get("kv_lora_rank"):
+        rope_dim, key_dim, value_dim = (
+            table[name] for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+        )
+        kind = table["num_attention_heads"], 1, rank + rope_dim, None
+        latent = Latent(rank, rope_dim, key_dim, value_dim)
+        assert {(*layer[:3], *layer[4:]) for layer in found} == {(*kind, latent)}
+        return
     heads, kv_heads, head_dim = (
         table[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
@@ -126,7 +136,6 @@ def test_every_known_shape_can_be_served(shape: str) -> None:
     window = table.get("sliding_window")
     kinds = {(heads, kv_heads, head_dim, window), (*whole, None)} if window else {(*whole, None)}
     assert {(*layer[:3], layer.window) for layer in found} == kinds
-    assert [layer.source for layer in found] == list(range(table["num_hidden_layers"]))
 
 
 def test_the_probe_allocates_no_weights() -> None:

@@ -4,7 +4,8 @@ The blocks of a case lie at random places of a pool that has the model's layers.
 the next layer, as in the engine. The pool is several times as large as the device's cache, so that
 keys and values are read from memory. Decode batches and short chunks are replayed in a CUDA graph;
 longer chunks are launched one by one. Each result is compared with the torch reference. With a
-window, FLOPs and bytes are those of the positions that the queries see.
+window, FLOPs and bytes are those of the positions that the queries see. With latent attention (MLA)
+they are those of latents, and of the way of computing that takes fewer.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -24,9 +25,9 @@ from tieredkv.bench import raw
 from tieredkv.engine.attention import AttentionLayer
 from tieredkv.engine.loader import FoundModel, find_model
 from tieredkv.errors import ConfigError
-from tieredkv.kernels import launch, reference
+from tieredkv.kernels import latents, launch, reference
 from tieredkv.kernels.checks import LayerCache
-from tieredkv.kernels.partition import Heads, Span
+from tieredkv.kernels.partition import Heads, Latent, Span
 from tieredkv.types import Progress, tracked
 
 GPU_CASES = ["2048+0", "8192+0", "32768+0", "8192+24576", "8192+57344", "64+2048", "64+32768"]
@@ -56,6 +57,9 @@ def run(
     """
     names = cases or (GPU_CASES if torch.cuda.is_available() else CPU_CASES)
     model, rows = find_model(f"random:{shape}"), list[dict[str, Any]]()
+    is_latent = model.layers[0].latent is not None and heads is None
+    if is_latent and (window is not None or has_sinks):
+        raise ConfigError(f"shape `{shape}` has latent attention; leave `--window` and `--sinks`")
     if heads is not None:
         if len(heads) != 3 or heads[0] % heads[1]:
             raise ConfigError("`--heads` needs query heads, KV heads and head_dim, as in 64,8,64")
@@ -97,6 +101,14 @@ def _pairs(new: int, context: int, window: int) -> int:
     return int(np.minimum(np.arange(context - new, context) + 1, window).sum())
 
 
+def _latent_flops(latent: Latent, num_heads: int, new: int, context: int) -> int:
+    """Return the operations of latent attention, by the way that takes fewer."""
+    is_expanded = latent.should_expand(new)
+    made = context * latent.rank * (latent.key_dim + latent.value_dim) if is_expanded else 0
+    products = latent.pair_products(is_expanded=is_expanded)
+    return 2 * num_heads * (made + products * _pairs(new, context, context))
+
+
 class _Paged:
     """Tensors of a case: the pool, the queries, and batches over several sets of blocks."""
 
@@ -109,7 +121,8 @@ class _Paged:
         *,
         has_sinks: bool,
     ) -> None:
-        layers, (num_heads, kv_heads, head_dim, *_) = len(model.layers), model.layers[0]
+        layers, layer = len(model.layers), model.layers[0]
+        num_heads, kv_heads, head_dim = layer[:3]
         dtype, device = getattr(torch, model.dtype), torch.device(raw.device())
         self.query_lens, self.context_lens = zip(*lens, strict=True)
         self.is_decode, room, cache = max(self.query_lens) == 1, 256 << 20, 8 << 20
@@ -117,7 +130,7 @@ class _Paged:
             torch.cuda.empty_cache()
             room = torch.cuda.mem_get_info()[0] * 2 // 5
             cache = torch.cuda.get_device_properties(0).L2_cache_size
-        token_bytes = 2 * kv_heads * head_dim * dtype.itemsize
+        token_bytes = layer.stored.num_elements * dtype.itemsize
         counts = [-(-context // block_size) for context in self.context_lens]
         layer_bytes = sum(counts) * block_size * token_bytes
         layers = max(1, min(layers, room // layer_bytes))
@@ -125,28 +138,38 @@ class _Paged:
         self.kv_bytes = sum(seen) * token_bytes
         sets = min(-(-4 * cache // (layers * self.kv_bytes)), max(1, room // layers // layer_bytes))
         pairs = sum(_pairs(new, context, window or context) for new, context in lens)
-        self.flops = 4 * num_heads * head_dim * pairs
-        self.scale = head_dim**-0.5
-        self.q = torch.randn(sum(self.query_lens), num_heads, head_dim, dtype=dtype, device=device)
-        pool_shape = (sets * sum(counts), layers, 2, block_size, kv_heads, head_dim)
+        self.latent, self.flops, query_dim = layer.latent, layer.pair_flops * pairs, head_dim
+        if latent := layer.latent:
+            self.flops = sum(_latent_flops(latent, num_heads, *it) for it in lens)
+            num_rows, query_dim = num_heads * (latent.key_dim + latent.value_dim), latent.query_dim
+            self.matrix = torch.randn(num_rows, latent.rank, dtype=dtype, device=device)
+            self.matrix *= latent.rank**-0.5
+        self.scale = query_dim**-0.5
+        self.q = torch.randn(sum(self.query_lens), num_heads, query_dim, dtype=dtype, device=device)
+        num_parts = 1 if layer.stored.values_in_keys else 2
+        pool_shape = (sets * sum(counts), layers, num_parts, block_size, kv_heads, head_dim)
         self.pool = torch.empty(pool_shape, dtype=dtype, device=device).normal_()
         ids = torch.randperm(len(self.pool), dtype=torch.int32, device=device).split(counts * sets)
         tables = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True).split(len(counts))
         starts = itertools.accumulate(self.query_lens, initial=0)
         spans = [Span(row, next(starts), *lens[row]) for row in range(len(lens))]
-        heads = Heads(num_heads, kv_heads, head_dim, dtype, device)
-        batches = [launch.make_batch(one, spans, heads, window) for one in tables]
+        self.heads = Heads(num_heads, kv_heads, head_dim, dtype, device, layer.latent)
+        batches = [launch.make_batch(one, spans, self.heads, window) for one in tables]
         sinks = torch.randn(num_heads, dtype=dtype, device=device) if has_sinks else None
         self.window, self.sinks = window, sinks
         self.places = list(itertools.product(range(layers), batches))
 
     def cache(self, layer: int) -> LayerCache:
         """Return the keys and values of one layer of the pool."""
-        return LayerCache(self.pool[:, layer, 0], self.pool[:, layer, 1])
+        return LayerCache(self.pool[:, layer, 0], self.pool[:, layer, -1])
 
     def attend(self, place: int) -> Tensor:
         """Call the attention kernels as the engine does."""
         layer, batch = self.places[place]
+        if self.latent is not None:
+            stored = self.cache(layer).k[:, :, 0]
+            rest = self.matrix, batch, self.scale, self.heads
+            return latents.latent_attention(self.q, stored, *rest)
         return launch.paged_attention(
             self.q, self.cache(layer), batch, self.scale, window=self.window, sinks=self.sinks
         )
@@ -161,9 +184,14 @@ class _Paged:
         ]
         checked = batch._replace(spans=spans)
         q, cache = self.q[-count:], self.cache(layer)
-        expected = reference.paged_attention(
-            q, cache, checked, self.scale, self.window, self.sinks
-        ).float()
+        if latent := self.latent:
+            weights = self.matrix.view(q.shape[1], -1, latent.rank)
+            stored = cache.k[:, :, 0]
+            expected = reference.latent_attention(q, stored, weights, checked, self.scale, latent)
+        else:
+            rest = checked, self.scale, self.window, self.sinks
+            expected = reference.paged_attention(q, cache, *rest)
+        expected = expected.float()
         return float((self.attend(0)[-count:].float() - expected).norm() / expected.norm())
 
 

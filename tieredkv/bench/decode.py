@@ -185,12 +185,10 @@ class Bench:
         self.run()
         wall_s = max(self.times[name][-1] for name in ids) - start
         layers, limits = self.core.model.layers, self.report["raw"]
-        flops = sum(4 * it.num_heads * it.head_dim * _num_pairs(it, given) for it in layers)
+        flops = sum(it.pair_flops * _num_pairs(it, given) for it in layers)
         flops += 2 * self.weights.per_token * given
         read = self.weights.read_by(requests) * self.element_bytes
-        seen = sum(
-            2 * it.num_kv_heads * it.head_dim * it.num_seen(given + made // 2) for it in layers
-        )
+        seen = sum(it.stored.num_elements * it.num_seen(given + made // 2) for it in layers)
         read += requests * seen * DTYPE_BYTES[self.core.kv_spec.dtype]
         gaps_ms = [1e3 * gap for name in ids for gap in np.diff(self.times[name])]
         gaps = raw.percentiles_ms("itl", gaps_ms, (50, 99))
