@@ -206,14 +206,23 @@ class AttentionContext:
 
     def store_latents(self, latent: Tensor, rotated: Tensor, layer: int) -> None:
         """Write the step's latents and rotated parts of one layer into the pool."""
-        latents.store_latents(latent, rotated, self.caches[layer].k[:, :, 0], self.slots(layer))
+        latents.store_latents(latent, rotated, self.latents(layer), self.slots(layer))
 
-    def attend_latents(self, query: Tensor, matrix: Tensor, scale: float, layer: int) -> Tensor:
-        """Attend the step's queries of one layer to the pool with the step's latents."""
+    def attend_latents(
+        self, plain: Tensor, rotated: Tensor, matrix: Tensor, scale: float, layer: int
+    ) -> Tensor:
+        """Attend the step's queries of one layer, in two parts, to the pool with its latents."""
         step, kind = self._await_layer(layer), self._kind_of[layer]
-        cache = self.caches[layer].k[:, :, 0]
-        heads = self.kinds[kind].heads
-        return latents.latent_attention(query, cache, matrix, step.batches[kind], scale, heads)
+        rest = self.latents(layer), matrix, step.batches[kind], scale, self.kinds[kind].heads
+        return latents.latent_attention(plain, rotated, *rest)
+
+    def latents(self, layer: int) -> Tensor:
+        """Return what a layer with latent attention stores, `[num_blocks, block_size, ...]`."""
+        return self.caches[layer].k[:, :, 0]
+
+    def heads(self, layer: int) -> Heads:
+        """Return the heads of a layer."""
+        return self.kinds[self._kind_of[layer]].heads
 
     def _await_layer(self, layer: int) -> StepMetadata:
         """Return the step, once what a layer attends to has arrived, by the stream's order."""
@@ -254,6 +263,12 @@ def _layer_caches(kv_pool: Tensor, spec: KVSpec, kind: PageKind) -> list[LayerCa
 
 _handles = itertools.count(1)
 _contexts: weakref.WeakValueDictionary[int, AttentionContext] = weakref.WeakValueDictionary()
+
+
+def context_of(handle: int) -> AttentionContext:
+    """Return the context that a handle stands for."""
+    return _contexts[handle]
+
 
 if hasattr(torch.ops.tieredkv, "paged_attention"):
     # NOTE: torch would replace the op silently, and the runners of the first import would then
@@ -326,8 +341,10 @@ def latent_attention(
     Returns:
         [num_tokens, num_heads, value_dim].
     """
-    _contexts[context].store_latents(latent, rotated, layer)
-    return _contexts[context].attend_latents(query, matrix, scale, layer)
+    found, rope_dim = _contexts[context], rotated.shape[1]
+    found.store_latents(latent, rotated, layer)
+    plain, rest = query[..., :-rope_dim], query[..., -rope_dim:]
+    return found.attend_latents(plain, rest, matrix, scale, layer)
 
 
 @latent_attention.register_fake

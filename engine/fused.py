@@ -178,16 +178,16 @@ def _merge_layer(layer: Any) -> _Layer:
         head_norms = merged.view(2, -1)
     return _Layer(
         input_norm=layer.input_layernorm.weight.data,
-        qkv=_merge(attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=merge_linears(attention.q_proj, attention.k_proj, attention.v_proj),
         head_norms=head_norms,
-        attention_out=_merge(attention.o_proj),
+        attention_out=merge_linears(attention.o_proj),
         mlp_norm=layer.post_attention_layernorm.weight.data,
-        gate_up=_merge(mlp.gate_proj, mlp.up_proj),
-        down=_merge(mlp.down_proj),
+        gate_up=merge_linears(mlp.gate_proj, mlp.up_proj),
+        down=merge_linears(mlp.down_proj),
     )
 
 
-def _merge(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+def merge_linears(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """Put linear layers of one input under one another and make their parameters views."""
     weight = _merge_parameters([linear.weight for linear in linears])
     biases = [linear.bias for linear in linears if linear.bias is not None]

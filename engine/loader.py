@@ -44,6 +44,7 @@ from tieredkv.engine.fingerprint import (
     parameters_fingerprint,
 )
 from tieredkv.engine.fused import FusedModel
+from tieredkv.engine.fused_latent import fuse_latents
 from tieredkv.engine.latent import keep_latents
 from tieredkv.engine.quantized import check_quantization_files, find_quantization
 from tieredkv.engine.rope import fixed_rope, scaled_rope, why_unscalable
@@ -170,6 +171,7 @@ class FoundModel:
             ends = _eos_token_ids(self.config, self.whole_config, self.generation, tokenizer)
         model.eval().requires_grad_(False)
         keep_latents(model)
+        fuse_latents(model, self.config)
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         found["device"] = next(model.parameters()).device
         kinds = dict.fromkeys(map(_described, self.layers))

@@ -28,6 +28,22 @@ class LayerCache(NamedTuple):
     v: Tensor
 
 
+class Rope(NamedTuple):
+    """The rotation of some tokens, whose angles turn pairs of elements.
+
+    Attributes:
+        cos, sin: [num_tokens, rope_dim / 2], a float dtype, with equal strides.
+        reads_pairs: whether the elements of a pair stand side by side before the rotation, and
+            not in the two halves.
+        writes_pairs: the same after it.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    reads_pairs: bool
+    writes_pairs: bool
+
+
 def use_triton(device: torch.device) -> bool:
     """Return whether a device uses the Triton kernels or else the reference; tests replace it."""
     return device.type == "cuda"

@@ -44,7 +44,8 @@ def attend_chunk(
     """Attend a chunk's queries, the last tokens of the context, causally to the whole context.
 
     Args:
-        q: [num_queries, num_heads, query_dim]; `prefill_dense.count_queries` gives their number.
+        q: [num_queries, num_heads, query_dim], contiguous; `prefill_dense.count_queries` gives
+            their number.
         cache: [num_blocks, block_size, rank + rope_dim], of the layer.
         matrix: [num_heads * (key_dim + value_dim), rank].
         block_table: [max_blocks].
@@ -59,8 +60,7 @@ def attend_chunk(
     step, prefix_len, latent = prefill_dense.STEP, context_len - len(q), heads.latent
     assert latent is not None, "heads without latent attention"
     begin = prefix_len // step * step
-    # cuDNN's plans are made for contiguous queries, and padding makes them contiguous.
-    rows = F.pad(q, (0, 0, 0, 0, prefix_len - begin, 0)) if begin < prefix_len else q.contiguous()
+    rows = F.pad(q, (0, 0, 0, 0, prefix_len - begin, 0)) if begin < prefix_len else q
     cut, most = prefill_dense.cut, prefill_dense.max_made_steps(heads)
     squares = [_Square(*ends, []) for ends in cut(begin, context_len, max_steps=most)]
     pieces = [*cut(0, begin, max_steps=most), *((it.first, it.end) for it in squares)]

@@ -8,14 +8,14 @@ captured in CUDA graphs. This module knows no requests, tiers or models.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from tieredkv.errors import ShapeError
 from tieredkv.kernels import checks, latent_prefill, launch, partition, reference
-from tieredkv.kernels.checks import LayerCache, describe, triton_module
+from tieredkv.kernels.checks import LayerCache, Rope, describe, triton_module
 from tieredkv.kernels.partition import Batch, Heads, Span
 from tieredkv.kernels.prefill_dense import RefusedError
 
@@ -52,8 +52,69 @@ def store_latents(latent: Tensor, rotated: Tensor, cache: Tensor, slot_mapping: 
     kernels.store_latents(latent, rotated, cache, slot_mapping)
 
 
+def rotate_and_store(
+    q: Tensor,
+    stored: Tensor,
+    norm: Tensor,
+    eps: float,
+    rope: Rope,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    heads: Heads,
+) -> Tensor:
+    """Rotate queries, and norm, rotate and write what is stored of the same tokens, in place.
+
+    Args:
+        q: [num_tokens, num_heads * query_dim], not rotated yet; the cache's dtype, contiguous in
+            its last dimension.
+        stored: [num_tokens, rank + rope_dim], neither normed nor rotated yet; as q.
+        norm: [rank], the cache's dtype, contiguous: weight of the RMS norm of latents.
+        eps: of the norm.
+        rope: see `Rope`; of the same tokens.
+        cache: [num_blocks, block_size, rank + rope_dim], of the layer.
+        slot_mapping: as in `launch.store_kv`.
+        heads: of the layer, with `latent`.
+
+    Returns:
+        The rotated parts of the queries, [num_tokens, num_heads, rope_dim], contiguous.
+
+    Raises:
+        ShapeError: the tensors disagree; checked on the host before launch.
+    """
+    whole, latent, num_tokens = _check_cache(cache), heads.latent, len(q)
+    assert latent is not None, "heads without latent attention"
+    shapes = {
+        "q": (q, (num_tokens, heads.num_heads * latent.query_dim)),
+        "stored": (stored, (num_tokens, latent.num_stored)),
+        "norm": (norm, (latent.rank,)),
+    }
+    for name, (tensor, shape) in shapes.items():
+        if tensor.shape != shape:
+            what = f"{name} {describe(tensor)} does not fit {num_tokens} tokens"
+            raise ShapeError(f"{what}, {heads.num_heads} heads of {latent}")
+        checks.check_data(name, tensor, whole)
+    for name, angles in (("cos", rope.cos), ("sin", rope.sin)):
+        if angles.shape != (num_tokens, latent.rope_dim // 2):
+            raise ShapeError(f"{name} {describe(angles)} does not fit q {describe(q)} and {latent}")
+    if slot_mapping.shape != (num_tokens,):
+        raise ShapeError(f"slot_mapping {describe(slot_mapping)} does not fit q {describe(q)}")
+    checks.check_indices("slot_mapping", slot_mapping, whole)
+    if not num_tokens:
+        return q.new_empty(0, heads.num_heads, latent.rope_dim)
+    is_triton = checks.use_triton(q.device)
+    kernels = triton_module("latent_rotation") if is_triton else reference
+    rotate: Callable[..., Tensor] = kernels.rotate_and_store_latents
+    return rotate(q, stored, norm, eps, rope, cache, slot_mapping, latent)
+
+
 def latent_attention(
-    q: Tensor, cache: Tensor, matrix: Tensor, batch: Batch, scale: float, heads: Heads
+    plain: Tensor,
+    rotated: Tensor,
+    cache: Tensor,
+    matrix: Tensor,
+    batch: Batch,
+    scale: float,
+    heads: Heads,
 ) -> Tensor:
     """Attend each request's queries, which are its last tokens, causally to its context.
 
@@ -61,8 +122,9 @@ def latent_attention(
     lies: its halves are views, and no copy of the weights is made.
 
     Args:
-        q: [num_tokens, num_heads, query_dim], the cache's dtype, contiguous in its last
-            dimension; the last rope_dim elements are rotated.
+        plain: [num_tokens, num_heads, key_dim], the part of queries that is not rotated; the
+            cache's dtype, contiguous in its last dimension.
+        rotated: [num_tokens, num_heads, rope_dim], the other part, as plain.
         cache: [num_blocks, block_size, rank + rope_dim], of the layer.
         matrix: [num_heads * (key_dim + value_dim), rank], contiguous; the rows of a head make its
             key of a latent, then its value.
@@ -71,7 +133,8 @@ def latent_attention(
         heads: of the layer, with `latent`.
 
     Returns:
-        [num_tokens, num_heads, value_dim] in q's dtype; tokens of no span get no defined output.
+        [num_tokens, num_heads, value_dim] in the cache's dtype; tokens of no span get no defined
+        output.
 
     Raises:
         ShapeError: the tensors disagree; checked on the host before launch.
@@ -81,42 +144,48 @@ def latent_attention(
     whole, latent = _check_cache(cache), heads.latent
     assert latent is not None, "heads without latent attention"
     told = f"{heads.num_heads} heads of {latent}"
-    if q.shape[1:] != (heads.num_heads, latent.query_dim):
-        raise ShapeError(f"q {describe(q)} does not fit {told}")
+    num_tokens, num_heads = len(plain), heads.num_heads
+    dims = latent.key_dim, latent.rope_dim
+    for name, part, dim in zip(("plain", "rotated"), (plain, rotated), dims, strict=True):
+        if part.shape != (num_tokens, num_heads, dim):
+            raise ShapeError(f"{name} {describe(part)} does not fit {num_tokens} tokens, {told}")
+        checks.check_data(name, part, whole)
     num_rows = heads.num_heads * (latent.key_dim + latent.value_dim)
     if matrix.shape != (num_rows, latent.rank) or not matrix.is_contiguous():
         what = f"matrix {describe(matrix)} does not fit {told}"
         raise ShapeError(f"{what}, or is not contiguous")
     if cache.shape[2] != latent.num_stored:
         raise ShapeError(f"cache {describe(cache)} does not fit {told}")
-    checks.check_data("q", q, whole)
     checks.check_data("matrix", matrix, whole)
     checks.check_indices("block_tables", batch.block_tables, whole)
     weights = matrix.view(heads.num_heads, -1, latent.rank)
-    if not checks.use_triton(q.device):
+    if not checks.use_triton(plain.device):
+        q = torch.cat([plain, rotated], dim=2)
         return reference.latent_attention(q, cache, weights, batch, scale, latent)
-    out = q.new_empty(*q.shape[:2], latent.value_dim)
+    out = plain.new_empty(num_tokens, num_heads, latent.value_dim)
     refused = list[Span]()
     for span in batch.dense:
         chunk = slice(span.first_token, span.first_token + span.query_len)
         table = batch.block_tables[span.row]
+        q = torch.cat([plain[chunk], rotated[chunk]], dim=2)
         try:
             latent_prefill.attend_chunk(
-                q[chunk], cache, matrix, table, span.context_len, scale, out[chunk], heads
+                q, cache, matrix, table, span.context_len, scale, out[chunk], heads
             )
         except RefusedError as error:
             logger.warning("the paged kernel computes a chunk instead of cuDNN: %s", error)
             refused.append(span)
     if refused:
-        plan = launch.upload_plan(refused, partition.wide_tiling(heads), q.device)
+        plan = launch.upload_plan(refused, partition.wide_tiling(heads), plain.device)
         alone = Batch(batch.block_tables, refused, wide=plan)
-        _attend_absorbed(q, cache, weights, alone, [], scale, heads, out)
-    _attend_absorbed(q, cache, weights, batch, batch.dense, scale, heads, out)
+        _attend_absorbed(plain, rotated, cache, weights, alone, [], scale, heads, out)
+    _attend_absorbed(plain, rotated, cache, weights, batch, batch.dense, scale, heads, out)
     return out
 
 
 def _attend_absorbed(
-    q: Tensor,
+    plain: Tensor,
+    rotated: Tensor,
     cache: Tensor,
     weights: Tensor,
     batch: Batch,
@@ -131,12 +200,11 @@ def _attend_absorbed(
     latent = heads.latent
     assert latent is not None, "heads without latent attention"
     to_key, to_value = weights.split([latent.key_dim, latent.value_dim], dim=1)
-    plain, rotated = q.split([latent.key_dim, latent.rope_dim], dim=2)
-    parts = list(_between(others, len(q)))
+    parts = list(_between(others, len(plain)))
     if all(plan is None for plan, _ in plans) or not parts:
         return
     # Heads come first in memory, as the products read and write them.
-    absorbed = q.new_empty(heads.num_heads, len(q), latent.rank)
+    absorbed = plain.new_empty(heads.num_heads, len(plain), latent.rank)
     summed = torch.empty_like(absorbed)
     for part in parts:
         torch.bmm(plain[part].transpose(0, 1), to_key, out=absorbed[:, part])

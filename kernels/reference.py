@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tieredkv.kernels.checks import LayerCache
+from tieredkv.kernels.checks import LayerCache, Rope
 from tieredkv.kernels.partition import Batch, Latent
 
 
@@ -90,6 +90,33 @@ def store_latents(latent: Tensor, rotated: Tensor, cache: Tensor, slot_mapping: 
     """Write latents and rotated parts into the paged cache; see `latents.store_latents`."""
     whole = torch.cat([latent, rotated], dim=1)[:, None]
     store_kv(whole, whole, LayerCache(cache[:, :, None], cache[:, :, None]), slot_mapping)
+
+
+def rotate_and_store_latents(
+    q: Tensor,
+    stored: Tensor,
+    norm: Tensor,
+    eps: float,
+    rope: Rope,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    latent: Latent,
+) -> Tensor:
+    """Rotate queries, and write normed and rotated latents; see `latents.rotate_and_store`."""
+    plain, rotated = stored.split([latent.rank, latent.rope_dim], dim=1)
+    key = _rotate_pairs(rotated[:, None], rope)[:, 0]
+    store_latents(rms_norm(plain, norm, eps), key, cache, slot_mapping)
+    return _rotate_pairs(q.unflatten(1, (-1, latent.query_dim))[..., latent.key_dim :], rope)
+
+
+def _rotate_pairs(x: Tensor, rope: Rope) -> Tensor:
+    """Rotate x [n, heads, rope_dim]."""
+    cos, sin = rope.cos.float()[:, None], rope.sin.float()[:, None]
+    exact = x.float()
+    low, high = (exact[..., 0::2], exact[..., 1::2]) if rope.reads_pairs else exact.chunk(2, dim=-1)
+    turned = low * cos - high * sin, high * cos + low * sin
+    whole = torch.stack(turned, dim=-1).flatten(-2) if rope.writes_pairs else torch.cat(turned, -1)
+    return whole.to(x.dtype)
 
 
 def latent_attention(

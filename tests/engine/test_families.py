@@ -106,6 +106,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         LATENT | {"first_k_dense_replace": 1, "rope_parameters": LONG_ROPE | {"mscale_all_dim": 1}},
     ),
+    "deepseek_v3 without pairs": (
+        "deepseek_v3",
+        LATENT | {"first_k_dense_replace": 2, "rope_interleave": False, "q_lora_rank": None},
+    ),
     "ernie4_5": ("ernie4_5", {"use_bias": True}),
     "exaone4": ("exaone4", {"sliding_window": 33, "layer_types": MIXED}),
     "exaone4 in a wide window": ("exaone4", {"sliding_window": CONTEXT_LEN}),
@@ -151,6 +155,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", {"attention_bias": True}),
     "glm4": ("glm4", {"attention_bias": True}),
     "glm4_moe_lite": ("glm4_moe_lite", LATENT),
+    "glm4_moe_lite with biases": ("glm4_moe_lite", LATENT | {"attention_bias": True}),
     "gpt2": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     "gpt2 unscaled": ("gpt2", {"scale_attn_weights": False}),
     "gpt_bigcode": ("gpt_bigcode", {}),
@@ -295,6 +300,8 @@ def accepted(model_type: str) -> list[PreTrainedConfig]:
     for changes in ({}, {"layer_types": FULL}, {"sliding_window": CONTEXT_LEN}, {"head_dim": 16}):
         try:
             config = text_config(model_type, make_config(model_type, changes))
+            if hasattr(config, "kv_lora_rank"):  # all heads have keys of their own, once expanded
+                config.num_key_value_heads = config.num_attention_heads
             check_config(model_type, config, CONTEXT_LEN)
             probe_attention(model_type, copy.deepcopy(config), CONTEXT_LEN)
         except Exception:  # a type may raise any error for a field it does not know

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForMultimodalLM
 
-from tests.engine.harness import reference_tokens
+from tests.engine.harness import reference_model, reference_tokens
 from tests.engine.logits import run_paged, run_transformers
 from tests.engine.test_families import (
     FAMILIES,
@@ -29,10 +29,11 @@ from tests.engine.test_tails import flush, generate, open_llm, tokens
 from tests.levels import few
 from tieredkv import SamplingParams
 from tieredkv.engine.byte_tokenizer import byte_tokenizer
+from tieredkv.engine.latent import has_latents
 from tieredkv.engine.loader import find_model
 from tieredkv.engine.profile import check_paging
 from tieredkv.errors import ModelError
-from tieredkv.kernels import latents, reference
+from tieredkv.kernels import reference
 from tieredkv.types import KVSpec, LayerKV, Tier
 
 NAMES = few(["glm4_moe_lite", "mistral4", "deepseek_v2", "deepseek_v3", "minicpm3"], 2)
@@ -98,6 +99,17 @@ def test_a_hit_in_a_slower_tier_gives_the_tokens_of_transformers(
         assert usage.cached_tokens_by_tier[Tier.DISK] == 288
 
 
+def test_parameters_keep_their_names_and_values_in_fused_steps(folder: Path) -> None:
+    loaded = find_model(str(folder), device="cpu").load()
+    expected = reference_model(folder).state_dict()
+    found = loaded.model.state_dict()
+    assert [*found] == [*expected]
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    own = [module for module in loaded.model.modules() if has_latents(module)]
+    is_fused = loaded.config.model_type not in ("mistral4", "minicpm3")
+    assert [not hasattr(module.forward, "__func__") for module in own] == [is_fused] * 2
+
+
 def without_rotated(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return attention with zeros in place of the rotated part of what is stored."""
 
@@ -159,13 +171,13 @@ def test_check_paging_passes_and_sees_latents_that_are_not_kept(
 ) -> None:
     loaded = find_model(str(folder), device="cpu").load()
     check_paging(loaded, loaded.kv_spec(16))
-    store = latents.store_latents
+    store = reference.store_latents
 
     def lossy(latent: Tensor, rotated: Tensor, cache: Tensor, slots: Tensor) -> None:
         # The prompt in one piece has 24 tokens, and so have both prompts' last halves.
         store(latent, rotated, cache, slots if len(latent) == 24 else torch.full_like(slots, -1))
 
-    monkeypatch.setattr(latents, "store_latents", lossy)
+    monkeypatch.setattr(reference, "store_latents", lossy)
     with pytest.raises(ModelError):
         check_paging(loaded, loaded.kv_spec(16))
 

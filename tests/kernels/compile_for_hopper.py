@@ -15,7 +15,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tieredkv.kernels import dense_kernels, fused, latent_attention, paged_attention, store_kv
+from tieredkv.kernels import (
+    dense_kernels,
+    fused,
+    latent_attention,
+    latent_rotation,
+    paged_attention,
+    store_kv,
+)
 from tieredkv.kernels.partition import (
     INTS_PER_PROGRAM,
     INTS_PER_TILE,
@@ -136,6 +143,19 @@ def compile_latent_attention(dtype: torch.dtype, num_heads: int, latent: Latent)
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
         )
+    rotation = {
+        "NUM_HEADS": num_heads,
+        "HEAD_TILE": latent_rotation.HEAD_TILE,
+        "QUERY_DIM": latent.query_dim,
+        "RANK_TILE": triton.next_power_of_2(latent.rank),
+        "HALF_DIM": latent.rope_dim // 2,
+        "HALF_TILE": triton.next_power_of_2(latent.rope_dim // 2),
+        "READS_PAIRS": True,
+        "WRITES_PAIRS": False,
+    }
+    compile_kernel(
+        latent_rotation._rotate_and_store_latents_kernel, dtype, sizes | rotation, num_warps=4
+    )
     stored = {"NUM_STORED": latent.num_stored, "TILE": 1024}
     compile_kernel(latent_attention._store_latents_kernel, dtype, sizes | stored)
 

@@ -18,6 +18,7 @@ from tests.kernels.conftest import DEVICE, choose
 from tests.levels import few
 from tieredkv.errors import ShapeError
 from tieredkv.kernels import latent_prefill, latents, launch, partition, prefill_dense, reference
+from tieredkv.kernels.checks import Rope
 from tieredkv.kernels.partition import Batch, Heads, Latent, Span
 from tieredkv.kernels.prefill_dense import Partial, RefusedError
 
@@ -52,13 +53,18 @@ class LatentCase:
         sizes = self.q.shape[1], 1, self.latent.num_stored
         return Heads(*sizes, self.q.dtype, self.q.device, self.latent)
 
+    @property
+    def parts(self) -> tuple[Tensor, Tensor]:
+        return self.q[..., : self.latent.key_dim], self.q[..., self.latent.key_dim :]
+
     def batch(self) -> Batch:
         return launch.make_batch(self.block_tables, self.spans, self.heads)
 
     def attend(self, backend: str = "auto") -> Tensor:
         with choose(backend):
             rest = self.matrix, self.batch(), self.scale, self.heads
-            return latents.latent_attention(self.q, self.cache, *rest)
+            plain, rotated = self.parts
+            return latents.latent_attention(plain, rotated, self.cache, *rest)
 
     def context(self, span: Span) -> Tensor:
         """Return what is stored of a request."""
@@ -188,6 +194,71 @@ def test_a_chunk_is_expanded_where_that_takes_fewer_operations() -> None:
     assert not Latent(32, 8, 32, 32).should_expand(1 << 20)
 
 
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize(
+    ("reads_pairs", "writes_pairs"), [(True, False), (True, True), (False, False)]
+)
+@pytest.mark.parametrize(("latent", "num_heads"), [(ODD, 5), (DEEPSEEK, 16)])
+def test_queries_are_rotated_and_latents_normed_rotated_and_stored(
+    backend: str, reads_pairs: bool, writes_pairs: bool, latent: Latent, num_heads: int
+) -> None:
+    angles = torch.randn(6, latent.rope_dim // 2, 2, device=DEVICE)
+    rope = Rope(angles[..., 0], angles[..., 1], reads_pairs, writes_pairs)
+    q = torch.randn(6, num_heads * latent.query_dim + 3, device=DEVICE)[:, 3:]
+    stored = torch.randn(6, latent.num_stored, device=DEVICE)
+    norm = torch.rand(latent.rank, device=DEVICE)
+    cache = torch.full((3, 4, latent.num_stored), -1.0, device=DEVICE)
+    slots = torch.tensor([7, -1, 0, 11, 4, -1], dtype=torch.int32, device=DEVICE)
+    heads = Heads(num_heads, 1, latent.num_stored, q.dtype, q.device, latent)
+    with choose(backend):
+        out = latents.rotate_and_store(q, stored, norm, 1e-5, rope, cache, slots, heads)
+
+    def turned(x: Tensor) -> Tensor:
+        half = latent.rope_dim // 2
+        pairs = x.view(6, -1, half, 2) if reads_pairs else x.view(6, -1, 2, half).transpose(2, 3)
+        product = torch.view_as_complex(pairs.contiguous()) * torch.view_as_complex(angles)[:, None]
+        whole = torch.view_as_real(product)
+        return (whole if writes_pairs else whole.transpose(2, 3)).flatten(2)
+
+    plain, rotated = stored[:, : latent.rank], stored[:, latent.rank :]
+    normed = torch.nn.functional.rms_norm(plain, (latent.rank,), norm, 1e-5)
+    expected = torch.cat([normed, turned(rotated.contiguous())[:, 0]], dim=1)
+    untouched = torch.full_like(cache, -1.0).flatten(0, 1)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            untouched[slot] = expected[token]
+    assert torch.allclose(cache.flatten(0, 1), untouched, atol=1e-5)
+    parts = q.reshape(6, num_heads, -1)[..., latent.key_dim :].contiguous()
+    assert torch.allclose(out, turned(parts), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"q": torch.zeros(6, 161)},
+        {"stored": torch.zeros(5, 48)},
+        {"norm": torch.zeros(31)},
+        {"cos": torch.zeros(6, 16)},
+        {"slot_mapping": torch.zeros(6)},
+        {"slot_mapping": torch.zeros(5, dtype=torch.int32)},
+    ],
+)
+def test_rotations_that_do_not_fit_are_refused(change: dict[str, Tensor]) -> None:
+    given = {
+        "q": torch.zeros(6, 160),
+        "stored": torch.zeros(6, 48),
+        "norm": torch.zeros(32),
+        "cos": torch.zeros(6, 8),
+        "slot_mapping": torch.zeros(6, dtype=torch.int32),
+    } | change
+    rope = Rope(given.pop("cos"), torch.zeros(6, 8), True, False)
+    heads = Heads(4, 1, 48, torch.float32, torch.device("cpu"), SMALL)
+    with refused(ShapeError):
+        latents.rotate_and_store(
+            **given, eps=1e-5, rope=rope, cache=torch.zeros(5, 16, 48), heads=heads
+        )
+
+
 def attend_torch(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> Partial:
     """Stand in for cuDNN: the same attention in plain torch, in float32."""
     keys, values = (x.float().transpose(0, 1) for x in (k, v))
@@ -277,7 +348,7 @@ def test_tensors_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
     wrong, heads = replace(case, **change), case.heads
     batch = Batch(wrong.block_tables, case.spans)
     with refused(ShapeError):
-        latents.latent_attention(wrong.q, wrong.cache, wrong.matrix, batch, 1.0, heads)
+        latents.latent_attention(*wrong.parts, wrong.cache, wrong.matrix, batch, 1.0, heads)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +412,8 @@ def test_on_the_gpu_a_captured_launch_follows_new_plans(relative_error: Relative
 
     def attend() -> Tensor:
         rest = case.matrix, batch, case.scale, case.heads
-        return latents.latent_attention(case.q, case.cache, *rest)
+        plain, rotated = case.parts
+        return latents.latent_attention(plain, rotated, case.cache, *rest)
 
     attend()  # compile before the capture
     graph = torch.cuda.CUDAGraph()

@@ -169,7 +169,8 @@ class _Paged:
         if self.latent is not None:
             stored = self.cache(layer).k[:, :, 0]
             rest = self.matrix, batch, self.scale, self.heads
-            return latents.latent_attention(self.q, stored, *rest)
+            plain, rotated = self.q.split([self.latent.key_dim, self.latent.rope_dim], dim=2)
+            return latents.latent_attention(plain, rotated, stored, *rest)
         return launch.paged_attention(
             self.q, self.cache(layer), batch, self.scale, window=self.window, sinks=self.sinks
         )
