@@ -197,10 +197,11 @@ def _probe_reasons(
     for call in calls:
         _, num_heads, _, head_dim = call.query_shape
         num_kv_heads, layer = call.key_shape[1], f"layer {call.layer}"
-        all_heads = (num_heads, num_kv_heads, num_kv_heads)
+        sizes = [(heads, head_dim) for heads in (num_heads, num_kv_heads, num_kv_heads)]
+        if latent := call.latent:
+            sizes = [(num_heads, latent.query_dim), (1, latent.rank), (1, latent.rope_dim)]
         asked = [call.query_shape, call.key_shape, call.value_shape]
-        fits = asked == [(1, heads, _PROBE_TOKENS, head_dim) for heads in all_heads]
-        fits = fits or call.latent is not None
+        fits = asked == [(1, heads, _PROBE_TOKENS, dim) for heads, dim in sizes]
         keys = f"keys {call.key_shape} and values {call.value_shape}"
         what = f"{layer} has queries {call.query_shape}, {keys}, which do not fit each other"
         yield not fits or num_heads % num_kv_heads, what

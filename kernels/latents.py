@@ -178,8 +178,10 @@ def latent_attention(
     if refused:
         plan = launch.upload_plan(refused, partition.wide_tiling(heads), plain.device)
         alone = Batch(batch.block_tables, refused, wide=plan)
-        _attend_absorbed(plain, rotated, cache, weights, alone, [], scale, heads, out)
-    _attend_absorbed(plain, rotated, cache, weights, batch, batch.dense, scale, heads, out)
+        chunks = [slice(it.first_token, it.first_token + it.query_len) for it in refused]
+        _attend_absorbed(plain, rotated, cache, weights, alone, chunks, scale, heads, out)
+    rest = list(_between(batch.dense, num_tokens))
+    _attend_absorbed(plain, rotated, cache, weights, batch, rest, scale, heads, out)
     return out
 
 
@@ -189,19 +191,18 @@ def _attend_absorbed(
     cache: Tensor,
     weights: Tensor,
     batch: Batch,
-    others: Sequence[Span],
+    parts: Sequence[slice],
     scale: float,
     heads: Heads,
     out: Tensor,
 ) -> None:
-    """Attend the planned queries of a batch, and write all tokens but those of other spans."""
+    """Attend the planned queries of a batch, all of which lie in some parts of the step."""
     tilings = partition.narrow_tiling(heads), partition.wide_tiling(heads)
     plans = list(zip((batch.narrow, batch.wide), tilings, strict=True))
     latent = heads.latent
     assert latent is not None, "heads without latent attention"
     to_key, to_value = weights.split([latent.key_dim, latent.value_dim], dim=1)
-    parts = list(_between(others, len(plain)))
-    if all(plan is None for plan, _ in plans) or not parts:
+    if not parts:
         return
     # Heads come first in memory, as the products read and write them.
     absorbed = plain.new_empty(heads.num_heads, len(plain), latent.rank)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForMultimodalLM
 
-from tests.engine.harness import reference_model, reference_tokens
+from tests.engine.harness import Harness, reference_model, reference_tokens
 from tests.engine.logits import run_paged, run_transformers
 from tests.engine.test_families import (
     FAMILIES,
@@ -31,7 +31,8 @@ from tieredkv import SamplingParams
 from tieredkv.engine.byte_tokenizer import byte_tokenizer
 from tieredkv.engine.latent import has_latents
 from tieredkv.engine.loader import find_model
-from tieredkv.engine.profile import check_paging
+from tieredkv.engine.profile import check_paging, warm_up
+from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.errors import ModelError
 from tieredkv.kernels import reference
 from tieredkv.types import KVSpec, LayerKV, Tier
@@ -202,3 +203,39 @@ def test_the_text_of_a_multimodal_checkpoint_with_latent_attention(tmp_path: Pat
     loaded = find_model(str(tmp_path), device="cpu").load()
     assert (run_paged(loaded, ids) - expected).abs().max() <= 1e-4 * expected.abs().max()
     assert [layer.latent is not None for layer in loaded.layers] == [True, True]
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_replayed_steps_give_the_tokens_of_transformers(folder: Path) -> None:
+    harness = Harness(find_model(str(folder), dtype="float32", device="cuda").load())
+    warm_up(harness.runner)
+    ids = tokens(77, seed=1)
+    expected = reference_tokens(folder, ids, 20)
+    assert harness.generate(ids, 20, [40, 1, 36])[:8] == expected[:8]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_warm", [False, True])
+@pytest.mark.parametrize("dims", [(128, 64, 128), (192, 64, 256)])
+def test_on_the_gpu_errors_of_long_and_short_chunks_are_no_more_than_twice_those_of_transformers(
+    tmp_path: Path, dims: tuple[int, int, int], is_warm: bool
+) -> None:
+    key_dim, rope_dim, value_dim = dims
+    sizes = {"qk_nope_head_dim": key_dim, "qk_rope_head_dim": rope_dim, "v_head_dim": value_dim}
+    sizes |= {"kv_lora_rank": 512, "first_k_dense_replace": 2, "max_position_embeddings": 4096}
+    write_checkpoint(tmp_path, make_config("deepseek_v3", LATENT | sizes))
+    ids = tokens(3300, seed=11)
+    batch = torch.tensor([ids], device="cuda")
+    with torch.inference_mode():
+        exact = reference_model(tmp_path, device="cuda")(batch).logits[0].float()
+        theirs = reference_model(tmp_path, torch.bfloat16, "cuda")(batch).logits[0].float()
+    loaded = find_model(str(tmp_path), dtype="bfloat16", device="cuda").load()
+    harness = Harness(loaded, num_blocks=256)
+    if is_warm:
+        warm_up(harness.runner)
+    table, start, bound = harness.table(len(ids)), 0, 2 * (theirs - exact).abs().mean()
+    for chunk in (1500, 300, 1400, 1, 99):
+        row = BatchRow(ids[start : start + chunk], start, table, all_logits=chunk < 500)
+        logits = harness.runner.execute([row]).logits
+        start += chunk
+        assert (logits - exact[start - len(logits) : start]).abs().mean() <= bound, chunk

@@ -305,11 +305,15 @@ def test_long_chunks_are_expanded_in_pieces_of_bounded_size(
 def test_a_refused_chunk_is_absorbed(
     relative_error: RelativeError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any) -> Partial:
-        raise RefusedError("no such shape")
+    num_asked = itertools.count()
 
-    monkeypatch.setattr(prefill_dense, "attend_cudnn", refuse)
-    case = make_case([(1, 20), (16, 40), (33, 48)], SMALL, 4)
+    def refuse_first(*given: Any) -> Partial:
+        if not next(num_asked):
+            raise RefusedError("no such shape")
+        return attend_torch(*given)
+
+    monkeypatch.setattr(prefill_dense, "attend_cudnn", refuse_first)
+    case = make_case([(1, 20), (33, 48), (16, 40), (1, 9), (16, 16)], SMALL, 4)
     assert relative_error(case.attend("dense"), case.oracle()) < TOLERANCE[torch.float32]
 
 
