@@ -2,10 +2,8 @@
 
 What is stored for a token is read once from memory, and serves as the key and as the value of all
 heads. One kernel serves single queries and short chunks, with different tilings;
-`tieredkv.kernels.partition` divides the work among programs. A tile has its queries along the
-columns: matrix units want 64 rows and any multiple of 8 columns, and one query of a model with 16
-or 20 heads would leave most of 64 rows idle. Callers go through `tieredkv.kernels.latents`, which
-checks the tensors; this module does not.
+`tieredkv.kernels.partition` divides the work among programs. Callers go through
+`tieredkv.kernels.latents`, which checks the tensors; this module does not.
 
 Reference: `tieredkv.kernels.reference.latent_attention`. Source: DeepSeek-V2, Liu et al. 2024, on
 absorbing; FlashMLA, DeepSeek 2025, on reading a tile once for scores and values.
@@ -61,19 +59,19 @@ def store_latents(latent: Tensor, rotated: Tensor, cache: Tensor, slot_mapping: 
 
 @triton.jit
 def _attend(
-    q, q_rotated, cache_ptr, block_table_ptr, first, end, column_position, scale_log2, stride_block,
+    q, q_rotated, cache_ptr, block_table_ptr, first, end, row_position, scale_log2, stride_block,
     stride_token, BLOCK_SIZE: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr,
     ROPE_DIM: tl.constexpr, ROPE_TILE: tl.constexpr, KV_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Attend the columns of q to the positions [first, end) of one request, tile by tile.
+    """Attend q's rows to the positions [first, end) of one request, tile by tile.
 
     A tile may begin anywhere and span blocks. Masks: elements past RANK and past ROPE_DIM,
-    positions past the end, scores after the column's own position. Bytes moved: RANK + ROPE_DIM
+    positions past the end, scores after the row's own position. Bytes moved: RANK + ROPE_DIM
     elements for each position.
     """
-    acc = tl.zeros([RANK_TILE, q.shape[1]], tl.float32)
-    column_max = tl.full([q.shape[1]], float("-inf"), tl.float32)
-    column_sum = tl.zeros([q.shape[1]], tl.float32)
+    acc = tl.zeros([q.shape[0], RANK_TILE], tl.float32)
+    row_max = tl.full([q.shape[0]], float("-inf"), tl.float32)
+    row_sum = tl.zeros([q.shape[0]], tl.float32)
     dim, rotated_dim = tl.arange(0, RANK_TILE), tl.arange(0, ROPE_TILE)
     for tile_start in tl.range(first, end, KV_TILE):
         position = tile_start + tl.arange(0, KV_TILE)
@@ -89,21 +87,19 @@ def _attend(
             is_loaded[:, None] & (rotated_dim < ROPE_DIM)[None, :],
             other=0.0,
         )
-        scores = tl.dot(latent, q, input_precision="ieee")
-        scores = tl.dot(rotated, q_rotated, scores, input_precision="ieee") * scale_log2
-        is_seen = (position[:, None] <= column_position[None, :]) & is_loaded[:, None]
+        scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
+        scores = tl.dot(q_rotated, tl.trans(rotated), scores, input_precision="ieee") * scale_log2
+        is_seen = (position[None, :] <= row_position[:, None]) & is_loaded[None, :]
         scores = tl.where(is_seen, scores, float("-inf"))
-        new_max = tl.maximum(column_max, tl.max(scores, 0))
-        # A column without a visible position keeps -inf; a shift of 0 makes exp2 give 0, not NaN.
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        # A row without a visible position keeps -inf; a shift of 0 makes exp2 give 0, not NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(scores - shift[None, :])
-        decay = tl.exp2(column_max - shift)
-        acc = tl.dot(
-            tl.trans(latent), weights.to(latent.dtype), acc * decay[None, :], input_precision="ieee"
-        )
-        column_sum = column_sum * decay + tl.sum(weights, 0)
-        column_max = new_max
-    return column_max, column_sum, acc
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(row_max - shift)
+        acc = tl.dot(weights.to(latent.dtype), latent, acc * decay[:, None], input_precision="ieee")
+        row_sum = row_sum * decay + tl.sum(weights, 1)
+        row_max = new_max
+    return row_max, row_sum, acc
 
 
 @triton.jit(do_not_specialize=["block_tables_stride"])
@@ -118,9 +114,9 @@ def _latent_kernel(
 ):  # fmt: skip
     """Attend one program's range of units for one group of heads, tile by tile.
 
-    Column c of a tile is query c // GROUP and head c % GROUP of the group. Grid: (number of groups,
+    Row r of a tile is query r // GROUP and head r % GROUP of the group. Grid: (number of groups,
     num_programs); programs past the work return at once. Groups read the same latents at the same
-    time, all but the first from the device's cache. Masks: columns past the tile's queries; others
+    time, all but the first from the device's cache. Masks: rows past the tile's queries; others
     as in `_attend`. Bytes moved: the latents of the range for each group; q once per tile and
     program; out once, or as float32 partials if a tile is shared.
     """
@@ -134,9 +130,9 @@ def _latent_kernel(
     next_tile_ptr = plan_ptr + tl.num_programs(1) * INTS_PER_PROGRAM
     next_tile_ptr += (tl.load(program_ptr + 2) + 1) * INTS_PER_TILE
     tile_ptr = program_ptr + INTS_PER_TILE  # copy of the record of the program's first tile
-    column = tl.arange(0, ROW_TILE)
+    row = tl.arange(0, ROW_TILE)
     dim, rotated_dim = tl.arange(0, RANK_TILE), tl.arange(0, ROPE_TILE)
-    head = group * GROUP + column % GROUP
+    head = group * GROUP + row % GROUP
     if IS_DEPENDENT:  # nothing above reads what the previous kernel writes
         tl.extra.cuda.gdc_wait()
     while unit < last:
@@ -148,42 +144,42 @@ def _latent_kernel(
         tile_stop = tl.load(tile_ptr + 5)
         stop = tl.minimum(last, tile_stop)
 
-        is_column = column < num_queries * GROUP
-        query = (query_start + column // GROUP).to(tl.int64)
+        is_row = row < num_queries * GROUP
+        query = (query_start + row // GROUP).to(tl.int64)
         q_offset = query * q_stride_query + head * q_stride_head
         q = tl.load(
-            q_ptr + q_offset[None, :] + dim[:, None],
-            is_column[None, :] & (dim < RANK)[:, None],
+            q_ptr + q_offset[:, None] + dim[None, :],
+            is_row[:, None] & (dim < RANK)[None, :],
             other=0.0,
         )
         rotated_offset = query * q_rotated_stride_query + head * q_rotated_stride_head
         q_rotated = tl.load(
-            q_rotated_ptr + rotated_offset[None, :] + rotated_dim[:, None],
-            is_column[None, :] & (rotated_dim < ROPE_DIM)[:, None],
+            q_rotated_ptr + rotated_offset[:, None] + rotated_dim[None, :],
+            is_row[:, None] & (rotated_dim < ROPE_DIM)[None, :],
             other=0.0,
         )
         first = (unit - tile_start) * KV_TILE
         end = tl.minimum((stop - tile_start) * KV_TILE, position + num_queries)
-        column_max, column_sum, acc = _attend(
+        row_max, row_sum, acc = _attend(
             q, q_rotated, cache_ptr,
             block_tables_ptr + request.to(tl.int64) * block_tables_stride, first, end,
-            position + column // GROUP, scale_log2, cache_stride_block, cache_stride_token,
+            position + row // GROUP, scale_log2, cache_stride_block, cache_stride_token,
             BLOCK_SIZE, RANK, RANK_TILE, ROPE_DIM, ROPE_TILE, KV_TILE,
         )  # fmt: skip
-        # NOTE: a column that sees no position gives 0, or a partial with lse -inf and output 0.
-        divisor = tl.where(column_sum == 0.0, 1.0, column_sum)
-        acc = acc / divisor[None, :]
-        out_mask = is_column[None, :] & (dim < RANK)[:, None]
+        # NOTE: a row that sees no position gives 0, or a partial with lse -inf and output 0.
+        divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
+        acc = acc / divisor[:, None]
+        out_mask = is_row[:, None] & (dim < RANK)[None, :]
         if (unit == tile_start) & (stop == tile_stop):
             out_offset = query * out_stride_query + head * out_stride_head
-            whole_ptr = out_ptr + out_offset[None, :] + dim[:, None]
+            whole_ptr = out_ptr + out_offset[:, None] + dim[None, :]
             tl.store(whole_ptr, acc.to(out_ptr.dtype.element_ty), out_mask)
         else:
             part = 2 * program + (unit == tile_start).to(tl.int32)
-            index = (part * tl.num_programs(0) + group).to(tl.int64) * ROW_TILE + column
-            lse = tl.where(column_sum == 0.0, float("-inf"), column_max + tl.log2(divisor))
-            tl.store(partial_lse_ptr + index, lse, is_column)
-            partial_ptr = partial_out_ptr + index[None, :] * RANK + dim[:, None]
+            index = (part * tl.num_programs(0) + group).to(tl.int64) * ROW_TILE + row
+            lse = tl.where(row_sum == 0.0, float("-inf"), row_max + tl.log2(divisor))
+            tl.store(partial_lse_ptr + index, lse, is_row)
+            partial_ptr = partial_out_ptr + index[:, None] * RANK + dim[None, :]
             tl.store(partial_ptr, acc, out_mask)
         unit = stop
         tile_ptr = next_tile_ptr

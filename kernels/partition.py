@@ -199,21 +199,22 @@ def wide_tiling(heads: Heads) -> Tiling:
 
 
 def _latent_tiling(heads: Heads, *, is_narrow: bool) -> Tiling:
-    """Return the tiling for absorbed queries, whose sums of 64 rows and 512 dims fill registers.
+    """Return the tiling for absorbed queries; the programs of a split attend one group of heads.
 
-    The programs of a split attend one group of heads. In shared memory, in 16 bits, 64 rows of 576
-    elements take 72 KiB, and the latents of 64 positions take as much, twice: 216 KiB.
+    A tile of 32 positions of 576 elements takes 36 KiB in 16 bits. With up to 32 rows, a program
+    has two such tiles and its queries in 110 KiB, and an SM has two programs. With 64 rows, whose
+    sums fill the registers of 8 warps, it has one program with three tiles in 180 KiB.
     """
     group, is_exact = _latent_group(heads), heads.dtype == torch.float32
     num_queries = 1 if is_narrow or is_exact else MAX_LATENT_ROWS // group
     row_tile = max(16, 1 << (num_queries * group - 1).bit_length())
-    num_groups = heads.num_heads // group
-    programs = max(1, num_multiprocessors(heads.device) // num_groups)
-    if is_narrow:
-        programs = programs & ~7 or programs
+    num_groups, is_small = heads.num_heads // group, row_tile <= MAX_LATENT_ROWS // 2
+    per_multiprocessor = 2 if is_small and not is_exact else 1
+    programs = per_multiprocessor * num_multiprocessors(heads.device) // num_groups
+    programs = max(1, programs & ~7 or programs)
     if is_exact:
         return Tiling(num_queries, row_tile, 16, 8, 1, programs, num_groups)
-    return Tiling(num_queries, row_tile, 64, 8, 3, programs, num_groups)
+    return Tiling(num_queries, row_tile, 32, 4 if is_small else 8, 5, programs, num_groups)
 
 
 def _latent_group(heads: Heads) -> int:
