@@ -117,7 +117,7 @@ class Tails:
         are_there = all(block.is_ready for block in chain.blocks[first : tail.hit_end])
         if not (are_there and all(page.is_whole for page in pages)):
             return first
-        end, tail.hit_end = tail.hit_end, 0
+        end, tail.hit_end, tail.disk_until = tail.hit_end, 0, []
         self._release(tail, tail.first_held, end - tail.num_needed)
         tail.num_done = end
         return end
@@ -145,7 +145,7 @@ class Tails:
     def _give_up(self, tail: Tail) -> None:
         """Have a request compute all its tokens from where it is."""
         needed = tail.needed(tail.hit_end)
-        tail.hit_end = 0
+        tail.hit_end, tail.disk_until = 0, []
         self._recalls.forget(tail)
         self._release(tail, needed.start // len(tail.kinds), needed.stop // len(tail.kinds))
 
