@@ -2,7 +2,7 @@
 
 All computation is in float32, for any dtype of the cache. Every request is computed alone, so that
 its result does not depend on the rest of the batch. This module knows no requests, tiers or
-backends; callers go through `tieredkv.kernels.launch` and `layers`, which check shapes.
+backends; callers go through `tieredkv.kernels.launch`, `layers` and `experts`, which check shapes.
 """
 
 import torch
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tieredkv.kernels.checks import LayerCache, Rope
+from tieredkv.kernels.expert_layout import Experts, Gate
 from tieredkv.kernels.partition import Batch, Latent
 
 
@@ -33,6 +34,48 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """Multiply one half by the SiLU of the other; see `layers.silu_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def route(logits: Tensor, num_chosen: int, *, is_normalised: bool) -> tuple[Tensor, Tensor]:
+    """Choose the experts with the largest logits and weigh them; see `experts.route`."""
+    largest, ids = logits.float().topk(num_chosen, dim=-1)
+    if is_normalised:
+        weights = largest.softmax(dim=-1)
+    else:
+        weights = (largest - logits.float().logsumexp(dim=-1, keepdim=True)).exp()
+    return ids.int(), weights.to(logits.dtype)
+
+
+def compute_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, residual: Tensor | None
+) -> Tensor:
+    """Compute the chosen experts of each token, expert by expert; see `experts.compute_experts`."""
+    pairs = ids.flatten()
+    parts = x.new_empty(len(pairs), x.shape[1], dtype=torch.float32)
+    for expert in pairs.unique().tolist():
+        own = (pairs == expert).nonzero()[:, 0]
+        bias, down_bias = (
+            None if each is None else each[expert].float()
+            for each in (experts.gate_up_bias, experts.down_bias)
+        )
+        rows = x[own // ids.shape[1]].float()
+        inner = gated(F.linear(rows, experts.gate_up[expert].float(), bias), experts.gate)
+        inner = inner.to(x.dtype).float()
+        parts[own] = F.linear(inner, experts.down[expert].float(), down_bias)
+    total = (parts.view(*ids.shape, -1) * weights.float()[..., None]).sum(dim=1)
+    return total.to(x.dtype) if residual is None else residual.add_(total)
+
+
+def gated(gate_up: Tensor, gate: Gate) -> Tensor:
+    """Multiply up values by their activated gate values; see `Gate`."""
+    if gate.is_interleaved:
+        x, up = gate_up[..., ::2], gate_up[..., 1::2]
+    else:
+        x, up = gate_up.chunk(2, dim=-1)
+    if gate.kind == "clamped":
+        x, up = x.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
+        return x * torch.sigmoid(gate.alpha * x) * (up + 1)
+    return (F.silu(x) if gate.kind == "silu" else F.gelu(x, approximate="tanh")) * up
 
 
 def rotate_and_store(

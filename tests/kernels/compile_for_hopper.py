@@ -17,12 +17,15 @@ from triton.compiler import ASTSource
 
 from tieredkv.kernels import (
     dense_kernels,
+    expert_products,
     fused,
     latent_attention,
     latent_rotation,
     paged_attention,
+    routing,
     store_kv,
 )
+from tieredkv.kernels.expert_layout import EXACT, LARGE, MIDDLE, NARROW, WIDE, GateKind, Tiling
 from tieredkv.kernels.partition import (
     INTS_PER_PROGRAM,
     INTS_PER_TILE,
@@ -44,7 +47,12 @@ OTHER_POINTERS = {
     "cos_sin_ptr": "*fp32",
     "merged_lse_ptr": "*fp32",
     "slot_mapping_ptr": "*i64",
+    "ids_ptr": "*i32",
+    "counts_ptr": "*i32",
+    "pairs_ptr": "*i32",
+    "blocks_ptr": "*i32",
 }
+FLOATS = ("scale_log2", "eps", "alpha", "limit")
 
 
 def compile_kernel(
@@ -62,7 +70,7 @@ def compile_kernel(
                 "*fp32" if name.startswith("lse_") else OTHER_POINTERS.get(name, POINTERS[dtype])
             )
         else:
-            signature[name] = "fp32" if name in ("scale_log2", "eps") else "i32"
+            signature[name] = "fp32" if name in FLOATS else "i32"
         if name.endswith("_ptr") or ("stride" in name and name != "block_tables_stride"):
             attributes[(index,)] = [["tt.divisibility", 16]]
     compiled = triton.compile(
@@ -195,6 +203,78 @@ def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim:
     )
 
 
+def compile_experts(
+    dtype: torch.dtype,
+    tiling: Tiling,
+    num_inner: int,
+    hidden_size: int,
+    gate: GateKind,
+    *,
+    is_transposed: bool = False,
+    is_sorted: bool = True,
+) -> None:
+    """Compile both grouped products, with biases if the weights are transposed."""
+    stride = {"output_stride" if is_transposed else "input_stride": 1}
+    bias = {} if is_transposed else {"bias_ptr": None}
+    for kind, outputs, inputs in (
+        (gate, 2 * num_inner, hidden_size),
+        ("none", hidden_size, num_inner),
+    ):
+        compile_kernel(
+            expert_products._grouped_kernel,
+            dtype,
+            stride
+            | bias
+            | ({} if is_sorted else {"pairs_ptr": None})
+            | ({} if kind == "none" else {"routing_ptr": None})
+            | {
+                "GATE": kind,
+                "IS_INTERLEAVED": is_transposed,
+                "PAIRS_PER_ROW": 1 if kind == "none" else 8,
+                "NUM_OUTPUTS": outputs,
+                "NUM_INPUTS": inputs,
+                "IS_EVEN": outputs % tiling.num_outputs == 0 and inputs % tiling.num_inputs == 0,
+                "GROUP": 8,
+                "NUM_ROWS": tiling.num_rows,
+                "OUTPUT_TILE": tiling.num_outputs,
+                "INPUT_TILE": tiling.num_inputs,
+            },
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+        )
+
+
+def compile_routing(hidden_size: int, *, is_short: bool) -> None:
+    """Compile what stands around the products; few pairs are sorted by one kernel."""
+    dtype = torch.bfloat16
+    compile_kernel(
+        expert_products._sum_kernel,
+        dtype,
+        {"HAS_RESIDUAL": True, "TOP_K": 8, "NUM_COLUMNS": hidden_size, "TILE": 1024},
+    )
+    compile_kernel(
+        routing._top_k_kernel,
+        dtype,
+        {
+            "NUM_EXPERTS": 100,
+            "TOP_K": 6,
+            "IS_NORMALISED": is_short,
+            "EXPERT_TILE": 128,
+            "RANK_TILE": 8,
+        },
+        num_warps=1,
+    )
+    tiles = {"CHUNK": routing.CHUNK, "EXPERT_TILE": 128, "PAIR_TILE": 64}
+    compile_kernel(routing._count_kernel, dtype, tiles)
+    alone = {"counts_ptr": None} if is_short else {}
+    compile_kernel(
+        routing._sort_kernel,
+        dtype,
+        alone | tiles | {"IS_ALONE": is_short, "NUM_ROWS": 16, "CHUNK_TILE": 32},
+        num_warps=8,
+    )
+
+
 if __name__ == "__main__":
     compile_all(torch.bfloat16, 28, 4, 128)
     compile_all(torch.float32, 4, 4, 48)
@@ -206,3 +286,11 @@ if __name__ == "__main__":
     compile_latent_attention(torch.float16, 128, Latent(512, 64, 128, 128))
     compile_latent_attention(torch.bfloat16, 32, Latent(256, 64, 64, 128))
     compile_latent_attention(torch.float32, 16, Latent(512, 64, 128, 128))
+    for tiling in (NARROW, MIDDLE, WIDE, LARGE):
+        compile_experts(torch.bfloat16, tiling, 768, 2048, "silu")
+        compile_experts(torch.bfloat16, tiling, 704, 2816, "gelu_tanh")
+        compile_experts(torch.bfloat16, tiling, 2880, 2880, "clamped", is_transposed=True)
+    compile_experts(torch.float32, EXACT, 768, 2048, "silu")
+    compile_experts(torch.bfloat16, NARROW, 768, 2048, "silu", is_sorted=False)
+    compile_routing(2048, is_short=True)
+    compile_routing(2880, is_short=False)

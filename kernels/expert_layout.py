@@ -1,0 +1,106 @@
+"""The weights of a layer's experts, and how the work of a step is cut into tiles.
+
+The module knows shapes only: no Triton, no routing, no models.
+"""
+
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+GateKind = Literal["silu", "gelu_tanh", "clamped"]
+
+
+class Gate(NamedTuple):
+    """How an expert's inner values are made of its gate and up values.
+
+    Attributes:
+        kind: `silu` is `silu(gate) * up`; `gelu_tanh` is `gelu(gate) * up` with the tanh form;
+            `clamped` is `gate * sigmoid(alpha * gate) * (up + 1)`, with gate at most `limit` and up
+            within `-limit` and `limit`.
+        is_interleaved: whether gate and up take turns in the rows of the weight; otherwise all of
+            the gate comes first.
+        alpha, limit: of `clamped`.
+
+    Source: SwiGLU, Shazeer 2020; `clamped` as in gpt-oss, OpenAI 2025.
+    """
+
+    kind: GateKind = "silu"
+    is_interleaved: bool = False
+    alpha: float = 1.0
+    limit: float = 0.0
+
+
+class Experts(NamedTuple):
+    """The weights of the experts of one layer, as a checkpoint has them.
+
+    Attributes:
+        gate_up: [num_experts, 2 * intermediate_size, hidden_size]; contiguous, or the transpose
+            of a contiguous tensor.
+        down: [num_experts, hidden_size, intermediate_size], as `gate_up`.
+        gate_up_bias: [num_experts, 2 * intermediate_size], contiguous, or None.
+        down_bias: [num_experts, hidden_size], contiguous, or None.
+        gate: what stands between the two products.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    gate: Gate = Gate()
+
+
+class Tiling(NamedTuple):
+    """What one program of a grouped product computes at a time.
+
+    Attributes:
+        num_rows: rows of one expert; no tile has rows of two.
+        num_outputs: rows of its weight.
+        num_inputs: terms of the sums that are loaded at a time.
+    """
+
+    num_rows: int
+    num_outputs: int
+    num_inputs: int
+    num_warps: int
+    num_stages: int
+
+
+NARROW = Tiling(16, 64, 128, num_warps=4, num_stages=4)
+"""For few rows an expert, where all time goes into reading weights: the fewest rows that tensor
+cores take, and 64 KiB of weights on their way, so that three programs share a multiprocessor."""
+
+MIDDLE = Tiling(32, 128, 64, num_warps=4, num_stages=4)
+"""For tens of rows an expert: most experts still have one tile, so that weights are read once."""
+
+WIDE = Tiling(64, 128, 64, num_warps=4, num_stages=4)
+"""For a hundred rows an expert: the fewest rows that Hopper's asynchronous products take."""
+
+LARGE = Tiling(128, 256, 64, num_warps=8, num_stages=3)
+"""For prefill, which is limited by arithmetic: the largest tile whose sums fit into registers."""
+
+EXACT = Tiling(16, 32, 32, num_warps=4, num_stages=2)
+"""For float32, which tensor cores do not compute."""
+
+
+def choose_tiling(num_pairs: int, num_experts: int, element_bytes: int) -> Tiling:
+    """Choose a tiling by the mean number of rows an expert, which is known on the host.
+
+    Args:
+        num_pairs: tokens times the experts of each.
+        num_experts: in the layer.
+        element_bytes: of the weights.
+    """
+    if element_bytes > 2:
+        return EXACT
+    mean_rows = num_pairs / num_experts
+    if mean_rows <= 8:  # of a mean of 8, one expert in 200 has more than 16
+        return NARROW
+    if mean_rows <= 24:
+        return MIDDLE
+    return WIDE if mean_rows <= 96 else LARGE
+
+
+def most_blocks(num_pairs: int, num_experts: int, num_rows: int) -> int:
+    """Return how many blocks of rows the pairs fill at most, however they are routed."""
+    num_used = min(num_pairs, num_experts)
+    return (num_pairs + num_used * (num_rows - 1)) // num_rows

@@ -1,0 +1,195 @@
+"""Triton kernels for the products of a layer's experts.
+
+Rows are sorted by expert, then multiplied in blocks of one expert, whose weights are read once for
+a block. Grids depend on shapes only, so that every launch can be captured in a CUDA graph, and sums
+have a fixed order. Callers go through `tieredkv.kernels.experts`, which checks the tensors; this
+module does not. Reference: `tieredkv.kernels.reference.compute_experts`.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# (a kernel's arguments have no Python types)
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tieredkv.kernels.expert_layout import Experts, Tiling, choose_tiling
+from tieredkv.kernels.routing import SortedPairs, sort_pairs
+
+MAX_UNSORTED = 2
+"""Tokens of which each pair is a block of its own, since hardly any two have the same expert."""
+
+BLOCK_GROUP = 8
+"""Blocks of rows that are multiplied by a tile of weights before the next tile is."""
+
+SUM_TILE = 1024
+
+
+@triton.jit
+def _gated(gate, up, alpha, limit, GATE: tl.constexpr):
+    """Make the inner values of an expert, in float32; see `expert_layout.Gate`."""
+    if GATE == "clamped":
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+        slope = gate * alpha
+    elif GATE == "gelu_tanh":  # (1 + tanh(z)) / 2 is sigmoid(2 z)
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    else:
+        slope = gate
+    return gate * tl.sigmoid(slope) * up
+
+
+@triton.jit
+def _weight_rows(
+    tile, GATE: tl.constexpr, IS_INTERLEAVED: tl.constexpr, NUM_OUTPUTS: tl.constexpr,
+    OUTPUT_TILE: tl.constexpr,
+):  # fmt: skip
+    """Return the rows of the weight that a tile has: with a gate, gate and up take turns."""
+    column = tile * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)
+    if GATE == "none" or IS_INTERLEAVED:
+        return column
+    return column // 2 + (column % 2) * (NUM_OUTPUTS // 2)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _grouped_kernel(
+    x_ptr, weight_ptr, bias_ptr, routing_ptr, out_ptr, pairs_ptr, blocks_ptr, num_blocks, x_stride,
+    expert_stride, output_stride, input_stride, alpha, limit, GATE: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, NUM_OUTPUTS: tl.constexpr,
+    NUM_INPUTS: tl.constexpr, IS_EVEN: tl.constexpr, GROUP: tl.constexpr, NUM_ROWS: tl.constexpr,
+    OUTPUT_TILE: tl.constexpr, INPUT_TILE: tl.constexpr,
+):  # fmt: skip
+    """Multiply one block of rows by one tile of its expert's weight; gate or weigh the result.
+
+    Grid: (num_blocks * ceil(NUM_OUTPUTS / OUTPUT_TILE),), GROUP blocks by all tiles one after the
+    other, so that both are read from the device's cache; programs of blocks without rows end at
+    once. Without sorted pairs, each pair is a block, and `blocks_ptr` has the experts. Pair p has
+    row p // PAIRS_PER_ROW of x and row p of out. Rows past a block's last are masked, and so are
+    columns unless the tiles divide the weight evenly (IS_EVEN). Bytes moved: each tile of weights
+    once per block, each row once per tile.
+    """
+    num_tiles: tl.constexpr = (NUM_OUTPUTS + OUTPUT_TILE - 1) // OUTPUT_TILE
+    group = tl.program_id(0) // (GROUP * num_tiles)
+    within = tl.program_id(0) % (GROUP * num_tiles)
+    size = tl.minimum(num_blocks - group * GROUP, GROUP)
+    block = group * GROUP + within % size
+    tile = within // size
+    row = tl.arange(0, NUM_ROWS)
+    if pairs_ptr is None:
+        expert = tl.load(blocks_ptr + block).to(tl.int64)
+        is_row = row < 1
+        pair = (block + row).to(tl.int64)
+    else:
+        num_rows = tl.load(blocks_ptr + 2 * block + 1)
+        if num_rows == 0:
+            return
+        expert = tl.load(blocks_ptr + 2 * block).to(tl.int64)
+        is_row = row < num_rows
+        pair = tl.load(pairs_ptr + block * NUM_ROWS + row, mask=is_row, other=0).to(tl.int64)
+
+    output = _weight_rows(tile, GATE, IS_INTERLEAVED, NUM_OUTPUTS, OUTPUT_TILE)
+    is_output = tile * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE) < NUM_OUTPUTS
+    input_ = tl.arange(0, INPUT_TILE)
+    x = x_ptr + (pair // PAIRS_PER_ROW)[:, None] * x_stride + input_[None, :]
+    weight = weight_ptr + expert * expert_stride + output[None, :] * output_stride
+    weight += input_[:, None] * input_stride
+    acc = tl.zeros([NUM_ROWS, OUTPUT_TILE], tl.float32)
+    for start in range(0, NUM_INPUTS, INPUT_TILE):
+        if IS_EVEN:
+            rows = tl.load(x + start, mask=is_row[:, None], other=0.0)
+            values = tl.load(weight + start * input_stride)
+        else:
+            is_input = start + input_ < NUM_INPUTS
+            rows = tl.load(x + start, mask=is_row[:, None] & is_input[None, :], other=0.0)
+            mask = is_input[:, None] & is_output[None, :]
+            values = tl.load(weight + start * input_stride, mask=mask, other=0.0)
+        acc = tl.dot(rows, values, acc, input_precision="ieee")
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + expert * NUM_OUTPUTS + output, mask=is_output, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
+    if GATE == "none":
+        routing = tl.load(routing_ptr + pair, mask=is_row, other=0.0).to(tl.float32)
+        result = acc * routing[:, None]
+        target = out_ptr + pair[:, None] * NUM_OUTPUTS + output[None, :]
+        mask = is_row[:, None] & is_output[None, :]
+    else:
+        gate, up = tl.split(tl.reshape(acc, (NUM_ROWS, OUTPUT_TILE // 2, 2)))
+        result = _gated(gate, up, alpha, limit, GATE)
+        inner = tile * (OUTPUT_TILE // 2) + tl.arange(0, OUTPUT_TILE // 2)
+        target = out_ptr + pair[:, None] * (NUM_OUTPUTS // 2) + inner[None, :]
+        mask = is_row[:, None] & (inner < NUM_OUTPUTS // 2)[None, :]
+    tl.store(target, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_kernel(
+    x_ptr, out_ptr, HAS_RESIDUAL: tl.constexpr, TOP_K: tl.constexpr, NUM_COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Add up the rows of one token's pairs by rank, plus out if HAS_RESIDUAL.
+
+    Grid: (num_tokens, ceil(NUM_COLUMNS / TILE)). Bytes moved: TOP_K reads and 1 write of the
+    columns per token, and 1 read more for the residual.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < NUM_COLUMNS
+    target = out_ptr + token * NUM_COLUMNS + column
+    total = tl.zeros([TILE], tl.float32)
+    for rank in tl.static_range(TOP_K):
+        source = x_ptr + (token * TOP_K + rank) * NUM_COLUMNS + column
+        total += tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total += tl.load(target, mask=mask, other=0.0).to(tl.float32)
+    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def compute_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, residual: Tensor | None
+) -> Tensor:
+    """Launch the kernels; same contract as `experts.compute_experts`."""
+    (num_tokens, top_k), hidden_size = ids.shape, x.shape[1]
+    num_experts, num_outputs, _ = experts.gate_up.shape
+    tiling = choose_tiling(ids.numel(), num_experts, x.element_size())
+    order = None
+    if num_tokens > MAX_UNSORTED:
+        order = sort_pairs(ids, num_experts, tiling.num_rows)
+    inner = x.new_empty(ids.numel(), num_outputs // 2)
+    _multiply(x, ids, None, experts, order, tiling, inner)
+    parts = x.new_empty(ids.numel(), hidden_size)
+    _multiply(inner, ids, weights, experts, order, tiling, parts)
+    out = x.new_empty(num_tokens, hidden_size) if residual is None else residual
+    _sum_kernel[(num_tokens, triton.cdiv(hidden_size, SUM_TILE))](
+        parts, out, HAS_RESIDUAL=residual is not None, TOP_K=top_k, NUM_COLUMNS=hidden_size,
+        TILE=SUM_TILE, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _multiply(
+    x: Tensor,
+    ids: Tensor,
+    routing: Tensor | None,
+    experts: Experts,
+    order: SortedPairs | None,
+    tiling: Tiling,
+    out: Tensor,
+) -> None:
+    """Launch one product: that of the gate, or the one down if there are routing weights."""
+    num_rows, outputs, inputs, num_warps, num_stages = tiling
+    is_gate, gate = routing is None, experts.gate
+    weight, bias = experts.down, experts.down_bias
+    if is_gate:
+        weight, bias = experts.gate_up, experts.gate_up_bias
+    _, num_outputs, num_inputs = weight.shape
+    pairs, blocks = (None, ids) if order is None else order
+    num_blocks = ids.numel() if order is None else len(order.blocks)
+    _grouped_kernel[(num_blocks * triton.cdiv(num_outputs, outputs),)](
+        x, weight, bias, routing, out, pairs, blocks, num_blocks, x.stride(0), *weight.stride(),
+        gate.alpha, gate.limit, GATE=gate.kind if is_gate else "none",
+        IS_INTERLEAVED=gate.is_interleaved, PAIRS_PER_ROW=len(out) // len(x),
+        NUM_OUTPUTS=num_outputs, NUM_INPUTS=num_inputs,
+        IS_EVEN=num_outputs % outputs == 0 and num_inputs % inputs == 0, GROUP=BLOCK_GROUP,
+        NUM_ROWS=num_rows, OUTPUT_TILE=outputs, INPUT_TILE=inputs, num_warps=num_warps,
+        num_stages=num_stages,
+    )  # fmt: skip

@@ -1,0 +1,122 @@
+"""Entry points for mixture-of-experts layers: choose each token's experts, and compute them.
+
+As in `tieredkv.kernels.layers`, tensors are checked on the host, then the Triton kernels or the
+torch reference run. No function reads a device tensor on the host, so that calls can be captured
+in CUDA graphs. This module knows no requests, tiers or models.
+
+A token's result depends on its own row and, through the choice of a tiling, on how many tokens are
+computed with it, as that of a matrix product does. It does not depend on what those tokens are nor
+on their experts: no tile has rows of two experts, and every sum has a fixed order.
+"""
+
+import torch
+from torch import Tensor
+
+from tieredkv.errors import ShapeError
+from tieredkv.kernels import checks, reference
+from tieredkv.kernels.checks import describe, triton_module
+from tieredkv.kernels.expert_layout import Experts
+
+
+def route(logits: Tensor, num_chosen: int, *, is_normalised: bool) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each token: those with the largest logits, in descending order.
+
+    Args:
+        logits: [num_tokens, num_experts], contiguous in num_experts.
+        num_chosen: experts of a token.
+        is_normalised: whether the weights are a softmax over the chosen experts, and so add up to
+            1, or else over all experts.
+
+    Returns:
+        Ids, [num_tokens, num_chosen] int32, and weights of the same shape in the logits' dtype.
+
+    Raises:
+        ShapeError: the arguments disagree; checked on the host before launch.
+    """
+    if logits.ndim != 2 or logits.dtype not in checks.KERNEL_DTYPES:
+        raise ShapeError(f"logits {describe(logits)} is not a matrix of a supported dtype")
+    checks.check_last_dim("logits", logits)
+    if not 1 <= num_chosen <= logits.shape[1]:
+        raise ShapeError(f"{num_chosen} experts cannot be chosen by logits {describe(logits)}")
+    if not checks.use_triton(logits.device):
+        return reference.route(logits, num_chosen, is_normalised=is_normalised)
+    if not len(logits):
+        ids = torch.empty(0, num_chosen, dtype=torch.int32, device=logits.device)
+        return ids, logits.new_empty(0, num_chosen)
+    chosen: tuple[Tensor, Tensor] = triton_module("routing").top_k(
+        logits, num_chosen, is_normalised=is_normalised
+    )
+    return chosen
+
+
+def compute_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, *, residual: Tensor | None = None
+) -> Tensor:
+    """Compute the chosen experts of each token, and add them up by their weights.
+
+    Gate and up values are float32 until their product, which is rounded. The weighted result of
+    each expert is rounded, and then the sum is.
+
+    Args:
+        x: [num_tokens, hidden_size], contiguous in hidden_size.
+        ids: [num_tokens, top_k] int32 or int64, contiguous, in the layer; they are not checked.
+        weights: [num_tokens, top_k], a float dtype, contiguous.
+        experts: of the layer, x's dtype.
+        residual: [num_tokens, hidden_size], x's dtype, contiguous, added to in place; or None.
+
+    Returns:
+        [num_tokens, hidden_size] in x's dtype: the residual itself, if there is one.
+
+    Raises:
+        ShapeError: the tensors disagree; checked on the host before launch.
+
+    Source: Mixtral, Jiang et al. 2024; blocks of rows of one expert: MegaBlocks, Gale et al. 2022.
+    """
+    _check(x, ids, weights, experts)
+    if residual is not None and (
+        residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous()
+    ):
+        what = f"residual {describe(residual)} must be contiguous"
+        raise ShapeError(f"{what} and have the shape and dtype of x {describe(x)}")
+    if not len(x):
+        return x.new_empty(x.shape) if residual is None else residual
+    if not checks.use_triton(x.device):
+        return reference.compute_experts(x, ids, weights, experts, residual)
+    kernels = triton_module("expert_products")
+    out: Tensor = kernels.compute_experts(x, ids, weights, experts, residual)
+    return out
+
+
+def _check(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> None:
+    gate_up, down = experts.gate_up, experts.down
+    if x.ndim != 2 or x.dtype not in checks.KERNEL_DTYPES:
+        raise ShapeError(f"x {describe(x)} is not a matrix of a supported dtype")
+    checks.check_last_dim("x", x)
+    if gate_up.ndim != 3 or gate_up.shape[1] % 2 or gate_up.shape[2] != x.shape[1]:
+        raise ShapeError(f"gate_up {describe(gate_up)} does not fit x {describe(x)}")
+    num_experts, num_outputs, hidden_size = gate_up.shape
+    if down.shape != (num_experts, hidden_size, num_outputs // 2):
+        raise ShapeError(f"down {describe(down)} does not fit gate_up {describe(gate_up)}")
+    for name, weight in (("gate_up", gate_up), ("down", down)):
+        if 1 not in weight.stride()[1:]:
+            raise ShapeError(f"{name} {describe(weight)} is contiguous in none of its dimensions")
+    for name, bias, like in (
+        ("gate_up_bias", experts.gate_up_bias, gate_up),
+        ("down_bias", experts.down_bias, down),
+    ):
+        if bias is not None and (bias.shape != like.shape[:2] or not bias.is_contiguous()):
+            raise ShapeError(f"{name} {describe(bias)} does not fit a weight {describe(like)}")
+    for tensor in (gate_up, down, experts.gate_up_bias, experts.down_bias):
+        if tensor is not None and (tensor.dtype != x.dtype or tensor.device != x.device):
+            what = f"a weight of the experts, {describe(tensor)}"
+            raise ShapeError(f"{what}, has not the dtype and device of x {describe(x)}")
+    if ids.ndim != 2 or len(ids) != len(x) or weights.shape != ids.shape:
+        what = f"ids {describe(ids)} and weights {describe(weights)}"
+        raise ShapeError(f"{what} must have one row for each row of x {describe(x)}")
+    for name, tensor, dtypes in (
+        ("ids", ids, (torch.int32, torch.int64)),
+        ("weights", weights, checks.KERNEL_DTYPES),
+    ):
+        if tensor.dtype not in dtypes or tensor.device != x.device or not tensor.is_contiguous():
+            what = f"{name} {describe(tensor)} is not contiguous"
+            raise ShapeError(f"{what}, or has not a supported dtype on {x.device}")
