@@ -37,6 +37,7 @@ from tieredkv.engine.checkpoint import (
     read_generation_config,
     refused,
 )
+from tieredkv.engine.experts import EXPERTS_NAME
 from tieredkv.engine.fingerprint import (
     CACHE_DIR,
     file_state,
@@ -375,7 +376,10 @@ def _draw_weights(found: FoundModel) -> Any:
     devices = [found.device] if found.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(found.device):
         model = _AUTO_MODEL.from_config(
-            found.config, dtype=getattr(torch, found.dtype), attn_implementation=ATTENTION_NAME
+            found.config,
+            dtype=getattr(torch, found.dtype),
+            attn_implementation=ATTENTION_NAME,
+            experts_implementation=EXPERTS_NAME,
         )
     draw = init_tiny_weights if found.name == TINY_NAME else _draw_gaussians
     draw(model)

@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from tieredkv.engine.attention import ATTENTION_NAME
 from tieredkv.engine.checkpoint import reason_of, refused, refusing
+from tieredkv.engine.experts import EXPERTS_NAME
 from tieredkv.engine.quantized import Tensors, dequantised, find_quantization
 from tieredkv.engine.suitability import Reasons, check_reasons
 from tieredkv.engine.text_model import ignored_names, is_multimodal, split_tensors
@@ -125,6 +126,7 @@ def load_weights(
         for text in opened.told:
             logger.info("model `%s`: %s", name, text)
         options = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}
+        options["experts_implementation"] = EXPERTS_NAME
         stack.enter_context(_quiet_transformers())
         with refusing(name, "its weights do not fit its config", _merge_reason):
             model, info = type(empty).from_pretrained(

@@ -57,6 +57,7 @@ GEMMA4 = {
 GPT_OSS = {
     "sliding_window": 32,
     "head_dim": 16,
+    "swiglu_limit": 1.0,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "layer_types": MIXED,
@@ -156,6 +157,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {"attention_bias": True}),
     "glm4_moe_lite": ("glm4_moe_lite", LATENT),
     "glm4_moe_lite with biases": ("glm4_moe_lite", LATENT | {"attention_bias": True}),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+        },
+    ),
     "gpt2": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     "gpt2 unscaled": ("gpt2", {"scale_attn_weights": False}),
     "gpt_bigcode": ("gpt_bigcode", {}),
@@ -234,7 +247,8 @@ def write_checkpoint(folder: Path, config: PreTrainedConfig) -> None:
 def assert_equal_logits(folder: Path) -> None:
     ids = random.Random(7).choices(range(300), k=CONTEXT_LEN)
     auto: Any = AutoModelForCausalLM
-    model = auto.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = auto.from_pretrained(folder, **eager, dtype=torch.float32).eval()
     expected = run_transformers(model, ids)
     loaded = find_model(str(folder), device="cpu").load()
     assert (run_paged(loaded, ids) - expected).abs().max() <= 1e-4 * expected.abs().max()
