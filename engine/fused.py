@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tieredkv.engine.attention import AttentionContext
+from tieredkv.engine.fused_experts import DenseMLP, Linear, SparseMLP
 from tieredkv.kernels import layers
 
 logger = logging.getLogger(__name__)
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_FAMILIES = ("gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 _MAX_TABLE_BYTES = 1 << 30
 _NUM_TABLE_ROWS = 1 << 14
 """Positions whose cosines and sines are computed at a time."""
@@ -30,19 +31,20 @@ _NUM_TABLE_ROWS = 1 << 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
-    """Weights of one layer; linear ones are [outputs, inputs] with a bias or None.
+    """Weights of one layer.
 
     Attributes:
         head_norms: [2, head_dim], of queries and keys, where a family norms them.
+        sinks: [num_heads], where a family has them; see `launch.paged_attention`.
     """
 
     input_norm: Tensor
-    qkv: tuple[Tensor, Tensor | None]
+    qkv: Linear
     head_norms: Tensor | None
-    attention_out: tuple[Tensor, Tensor | None]
+    sinks: Tensor | None
+    attention_out: Linear
     mlp_norm: Tensor
-    gate_up: tuple[Tensor, Tensor | None]
-    down: tuple[Tensor, Tensor | None]
+    mlp: DenseMLP | SparseMLP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,15 +127,14 @@ class FusedModel:
                 self.eps,
             )
             if index < len(self.layers) - 1:
-                attended = context.attend(q, self.scale, index)
+                attended = context.attend(q, self.scale, index, sinks=layer.sinks)
             elif len(kept):  # only these tokens are needed from here on
-                attended, x = context.attend(q, self.scale, index, kept), x[kept]
+                attended = context.attend(q, self.scale, index, kept, layer.sinks)
+                x = x[kept]
             else:  # only keys and values were wanted
                 return x.new_empty(0, len(self.head))
             x = layers.linear(attended.flatten(1), *layer.attention_out, residual=x)
-            normed = layers.rms_norm(x, layer.mlp_norm, self.eps)
-            gated = layers.silu_mul(layers.linear(normed, *layer.gate_up))
-            x = layers.linear(gated, *layer.down, residual=x)
+            x = layer.mlp.add(layers.rms_norm(x, layer.mlp_norm, self.eps), x)
         return F.linear(layers.rms_norm(x, self.final_norm, self.eps), self.head)
 
 
@@ -172,7 +173,7 @@ def _parts(model: nn.Module) -> dict[str, str]:
 
 def _merge_layer(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    head_norms = None
+    head_norms, sinks = None, getattr(attention, "sinks", None)
     if hasattr(attention, "q_norm"):
         merged = _merge_parameters([attention.q_norm.weight, attention.k_norm.weight])
         head_norms = merged.view(2, -1)
@@ -180,14 +181,22 @@ def _merge_layer(layer: Any) -> _Layer:
         input_norm=layer.input_layernorm.weight.data,
         qkv=merge_linears(attention.q_proj, attention.k_proj, attention.v_proj),
         head_norms=head_norms,
+        sinks=None if sinks is None else sinks.data,
         attention_out=merge_linears(attention.o_proj),
         mlp_norm=layer.post_attention_layernorm.weight.data,
-        gate_up=merge_linears(mlp.gate_proj, mlp.up_proj),
-        down=merge_linears(mlp.down_proj),
+        mlp=_merge_mlp(mlp),
     )
 
 
-def merge_linears(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+def _merge_mlp(mlp: Any) -> DenseMLP | SparseMLP:
+    if hasattr(mlp, "experts"):
+        return SparseMLP.from_module(mlp)
+    return DenseMLP(
+        gate_up=merge_linears(mlp.gate_proj, mlp.up_proj), down=merge_linears(mlp.down_proj)
+    )
+
+
+def merge_linears(*linears: nn.Linear) -> Linear:
     """Put linear layers of one input under one another and make their parameters views."""
     weight = _merge_parameters([linear.weight for linear in linears])
     biases = [linear.bias for linear in linears if linear.bias is not None]
@@ -215,6 +224,6 @@ def _cos_sin_table(rotary: Any, num_positions: int, device: torch.device) -> Ten
     for start in range(0, num_positions, _NUM_TABLE_ROWS):
         end = min(start + _NUM_TABLE_ROWS, num_positions)
         cos, sin = rotary(like, position_ids=torch.arange(start, end, device=device)[None])
-        half = cos.shape[-1] // 2  # the other half of a head turns by the same angles
+        half = len(rotary.inv_freq)  # the other half of a head turns by the same angles
         parts.append(torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1))
     return torch.cat(parts)

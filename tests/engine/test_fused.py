@@ -1,14 +1,15 @@
 """Fused forward passes against transformers' own code, run on the very same weights."""
 
+import dataclasses
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.engine.logits import run_paged, run_transformers
 from tests.golden import told
@@ -31,6 +32,7 @@ YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
     "llama-yarn": {"model_type": "llama", "rope_parameters": YARN_ROPE, "head_dim": 40},
@@ -49,6 +51,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_parameters": YARN_ROPE,
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 20,
+        "swiglu_limit": 1.0,
+        "rope_parameters": YARN_ROPE | {"truncate": False},
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 16, **EXPERTS, "norm_topk_prob": True},
+    "qwen3_moe-in-part": {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        **EXPERTS,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [1],
+    },
     "qwen3-tied": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
 }
 Load = Callable[..., LoadedModel]
@@ -71,7 +91,7 @@ def load(tmp_path: Path) -> Load:
         loaded = find_model(f"random:{tmp_path}", device=device, dtype=dtype).load()
         generator = torch.Generator(loaded.device).manual_seed(4)
         for parameter in loaded.model.parameters():
-            mean, std = (0.0, 0.2) if parameter.ndim == 2 else (0.7, 0.3)
+            mean, std = (0.0, 0.2) if parameter.ndim > 1 else (0.7, 0.3)
             parameter.normal_(mean, std, generator=generator)
         return loaded
 
@@ -96,16 +116,23 @@ def test_logits_equal_those_of_transformers(config: dict[str, Any], load: Load) 
     assert (logits - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
+def tensors_in(part: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested dataclasses and sequences."""
+    if isinstance(part, Tensor):
+        yield part
+    elif dataclasses.is_dataclass(part):
+        for field in dataclasses.fields(part):
+            yield from tensors_in(getattr(part, field.name))
+    elif isinstance(part, tuple | list):
+        for each in part:
+            yield from tensors_in(each)
+
+
 def test_parameters_are_views_of_what_is_merged(config: dict[str, Any], load: Load) -> None:
     loaded = load(**config)
     assert loaded.fused is not None
     own = {p.untyped_storage().data_ptr() for p in loaded.model.parameters()}
-    fused = [loaded.fused.embedding, loaded.fused.final_norm, loaded.fused.head]
-    for layer in loaded.fused.layers:
-        fused += [layer.input_norm, layer.mlp_norm]
-        for weight, bias in (layer.qkv, layer.attention_out, layer.gate_up, layer.down):
-            fused += [weight] if bias is None else [weight, bias]
-        fused += [] if layer.head_norms is None else [layer.head_norms]
+    fused = [tensor for tensor in tensors_in(loaded.fused) if tensor is not loaded.fused.cos_sin]
     assert {tensor.untyped_storage().data_ptr() for tensor in fused} == own
     sizes = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in fused}
     assert sum(sizes.values()) == sum(p.nbytes for p in loaded.model.parameters())
