@@ -45,10 +45,10 @@ def _weight_rows(
     OUTPUT_TILE: tl.constexpr,
 ):  # fmt: skip
     """Return the rows of the weight that a tile has: with a gate, gate and up take turns."""
-    column = tile * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)
-    if GATE == "none" or IS_INTERLEAVED:
-        return column
-    return column // 2 + (column % 2) * (NUM_OUTPUTS // 2)
+    row = tile * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)
+    if GATE != "none" and not IS_INTERLEAVED:
+        row = row // 2 + (row % 2) * (NUM_OUTPUTS // 2)
+    return row
 
 
 @triton.jit(do_not_specialize=["num_blocks"])

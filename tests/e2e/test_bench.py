@@ -199,6 +199,32 @@ def test_bench_attention_counts_latents_and_the_way_that_takes_fewer_operations(
         assert row["GBps"] == pytest.approx(576 * 4 * num_keys / row["ms"] / 1e6)
 
 
+def test_bench_experts_reaches_the_reference_and_counts_the_experts_that_are_used(
+    run_bench: Bench, tmp_path: Path
+) -> None:
+    shape = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "moe_intermediate_size": 48,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 300,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    words = ["--shape", str(tmp_path), "--tokens", "1,40", "--repeats", "1"]
+    report = run_bench("experts", *words)
+    assert (report["experts"], report["experts_per_token"]) == (8, 2)
+    assert [row["tokens"] for row in report["rows"]] == [1, 40]
+    for row, num_used in zip(report["rows"], (2, 8), strict=True):
+        assert row["relative_error"] < 1e-4
+        assert row["experts_used"] == pytest.approx(num_used, abs=0.01)
+        weights = 3 * 64 * 48
+        assert row["TFLOPs"] == pytest.approx(2 * 2 * row["tokens"] * weights / row["ms"] / 1e9)
+        assert row["GBps"] == pytest.approx(row["experts_used"] * weights * 4 / row["ms"] / 1e6)
+        assert row["ratio"] == pytest.approx(row["limit_ms"] / row["ms"])
+
+
 def test_bench_decode_counts_tokens(run_bench: Bench) -> None:
     words = ["--model", "tiny-random", "--repeats", "1", "--contexts", "40,80", "--tokens", "12"]
     report = run_bench("decode", *words, "--workloads", "3x50+9")
@@ -723,6 +749,7 @@ SMALL = ["--model", "tiny-random", "--prefix-tokens", "200-200", "--new-tokens",
         ["sessions", *TINY, "--trace", "/dev/null"],
         ["attention", "--heads", "64,8"],
         ["attention", "--heads", "6,4,64"],
+        ["experts", "--shape", "qwen2.5-0.5b"],
     ],
 )
 def test_a_bench_refuses_what_it_cannot_measure(

@@ -79,7 +79,7 @@ class Weights(NamedTuple):
         named = model.named_parameters()
         merged = [it for name, it in named if ".experts." in name and it.ndim == 3]
         num_experts = len(merged[0]) if merged else 0
-        names = ("num_experts_per_tok", "moe_topk")
+        names = ("num_experts_per_tok", "moe_topk", "top_k_experts")
         told = (getattr(model.config, name, None) for name in names)
         return cls(
             shared=num_body - sum(weight.numel() for weight in merged),

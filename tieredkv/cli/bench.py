@@ -449,6 +449,29 @@ def attention() -> None:
 
 
 @measured(
+    click.option(
+        "--shape", default="qwen3-30b-a3b", help="Shape of the model, as after `random:`."
+    ),
+    several(
+        "--tokens", COUNT, help="Tokens of a step. By default some numbers that suit the device."
+    ),
+    repeats(9),
+)
+def experts() -> None:
+    """Measure the kernels of the experts of a mixture-of-experts model.
+
+    Tokens are routed at random. The raw limits are the bytes of a copy, for the weights of the
+    experts that were chosen, and the FLOPs of a matrix product in the same run, and `ratio` is the
+    longer of both times over the kernels'. The exit code is 1 if a result differs from the torch
+    reference by more than rounding. On a CPU the reference itself runs.
+
+    \b
+    Example, a minute on a GPU:
+      tieredkv bench experts --shape qwen3-30b-a3b --tokens 1,32,2048,8192
+    """
+
+
+@measured(
     MODEL,
     several("--contexts", COUNT, help="Contexts of a request alone, such as 1024,32768."),
     click.option(
