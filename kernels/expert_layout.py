@@ -49,36 +49,52 @@ class Experts(NamedTuple):
     gate: Gate = Gate()
 
 
-class Tiling(NamedTuple):
-    """What one program of a grouped product computes at a time.
+class Tile(NamedTuple):
+    """What one program of a grouped product computes at a time, beside its rows.
 
     Attributes:
-        num_rows: rows of one expert; no tile has rows of two.
-        num_outputs: rows of its weight.
+        num_outputs: rows of the weight.
         num_inputs: terms of the sums that are loaded at a time.
     """
 
-    num_rows: int
     num_outputs: int
     num_inputs: int
     num_warps: int
     num_stages: int
 
 
-NARROW = Tiling(16, 64, 128, num_warps=4, num_stages=4)
+class Tiling(NamedTuple):
+    """How both products of a layer's experts are cut.
+
+    Attributes:
+        num_rows: rows of one expert; no tile has rows of two.
+        gate_up: of the first product.
+        down: of the second one, whose sums are shorter.
+    """
+
+    num_rows: int
+    gate_up: Tile
+    down: Tile
+
+
+_BYTES = Tile(64, 128, num_warps=4, num_stages=4)
+_MIXED = Tile(128, 64, num_warps=4, num_stages=4)
+
+NARROW = Tiling(16, _BYTES, _BYTES)
 """For few rows an expert, where all time goes into reading weights: the fewest rows that tensor
 cores take, and 64 KiB of weights on their way, so that three programs share a multiprocessor."""
 
-MIDDLE = Tiling(32, 128, 64, num_warps=4, num_stages=4)
-"""For tens of rows an expert: most experts still have one tile, so that weights are read once."""
+MIDDLE = Tiling(32, _MIXED, _MIXED)
+"""For tens of rows an expert: most experts still have one block, so that weights are read once."""
 
-WIDE = Tiling(64, 128, 64, num_warps=4, num_stages=4)
+WIDE = Tiling(64, _MIXED, _MIXED)
 """For a hundred rows an expert: the fewest rows that Hopper's asynchronous products take."""
 
-LARGE = Tiling(128, 256, 64, num_warps=8, num_stages=3)
-"""For prefill, which is limited by arithmetic: the largest tile whose sums fit into registers."""
+LARGE = Tiling(128, Tile(256, 64, num_warps=8, num_stages=3), Tile(128, 64, 8, 3))
+"""For prefill, which is limited by arithmetic: the largest tile whose sums fit into registers; and
+for short sums half of it, so that one of two programs multiplies while the other stores."""
 
-EXACT = Tiling(16, 32, 32, num_warps=4, num_stages=2)
+EXACT = Tiling(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
 """For float32, which tensor cores do not compute."""
 
 

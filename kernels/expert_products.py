@@ -176,11 +176,11 @@ def _multiply(
     out: Tensor,
 ) -> None:
     """Launch one product: that of the gate, or the one down if there are routing weights."""
-    num_rows, outputs, inputs, num_warps, num_stages = tiling
     is_gate, gate = routing is None, experts.gate
-    weight, bias = experts.down, experts.down_bias
+    weight, bias, tile = experts.down, experts.down_bias, tiling.down
     if is_gate:
-        weight, bias = experts.gate_up, experts.gate_up_bias
+        weight, bias, tile = experts.gate_up, experts.gate_up_bias, tiling.gate_up
+    outputs, inputs, num_warps, num_stages = tile
     _, num_outputs, num_inputs = weight.shape
     pairs, blocks = (None, ids) if order is None else order
     num_blocks = ids.numel() if order is None else len(order.blocks)
@@ -190,6 +190,6 @@ def _multiply(
         IS_INTERLEAVED=gate.is_interleaved, PAIRS_PER_ROW=len(out) // len(x),
         NUM_OUTPUTS=num_outputs, NUM_INPUTS=num_inputs,
         IS_EVEN=num_outputs % outputs == 0 and num_inputs % inputs == 0, GROUP=BLOCK_GROUP,
-        NUM_ROWS=num_rows, OUTPUT_TILE=outputs, INPUT_TILE=inputs, num_warps=num_warps,
+        NUM_ROWS=tiling.num_rows, OUTPUT_TILE=outputs, INPUT_TILE=inputs, num_warps=num_warps,
         num_stages=num_stages,
     )  # fmt: skip

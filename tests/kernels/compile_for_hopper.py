@@ -216,9 +216,9 @@ def compile_experts(
     """Compile both grouped products, with biases if the weights are transposed."""
     stride = {"output_stride" if is_transposed else "input_stride": 1}
     bias = {} if is_transposed else {"bias_ptr": None}
-    for kind, outputs, inputs in (
-        (gate, 2 * num_inner, hidden_size),
-        ("none", hidden_size, num_inner),
+    for kind, tile, outputs, inputs in (
+        (gate, tiling.gate_up, 2 * num_inner, hidden_size),
+        ("none", tiling.down, hidden_size, num_inner),
     ):
         compile_kernel(
             expert_products._grouped_kernel,
@@ -233,14 +233,14 @@ def compile_experts(
                 "PAIRS_PER_ROW": 1 if kind == "none" else 8,
                 "NUM_OUTPUTS": outputs,
                 "NUM_INPUTS": inputs,
-                "IS_EVEN": outputs % tiling.num_outputs == 0 and inputs % tiling.num_inputs == 0,
+                "IS_EVEN": outputs % tile.num_outputs == 0 and inputs % tile.num_inputs == 0,
                 "GROUP": 8,
                 "NUM_ROWS": tiling.num_rows,
-                "OUTPUT_TILE": tiling.num_outputs,
-                "INPUT_TILE": tiling.num_inputs,
+                "OUTPUT_TILE": tile.num_outputs,
+                "INPUT_TILE": tile.num_inputs,
             },
-            num_warps=tiling.num_warps,
-            num_stages=tiling.num_stages,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
         )
 
 
