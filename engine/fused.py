@@ -116,9 +116,11 @@ class FusedModel:
             Logits in the model's dtype, [num_kept, vocab_size].
         """
         x = F.embedding(token_ids, self.embedding)  # the residual stream, added to in place
-        for index, layer in enumerate(self.layers):
+        normed = layers.rms_norm(x, self.layers[0].input_norm, self.eps)
+        next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.final_norm]
+        for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
             q = layers.rotate_and_store(
-                layers.linear(layers.rms_norm(x, layer.input_norm, self.eps), *layer.qkv),
+                layers.linear(normed, *layer.qkv),
                 self.cos_sin,
                 positions,
                 context.slots(index),
@@ -133,9 +135,10 @@ class FusedModel:
                 x = x[kept]
             else:  # only keys and values were wanted
                 return x.new_empty(0, len(self.head))
-            x = layers.linear(attended.flatten(1), *layer.attention_out, residual=x)
-            x = layer.mlp.add(layers.rms_norm(x, layer.mlp_norm, self.eps), x)
-        return F.linear(layers.rms_norm(x, self.final_norm, self.eps), self.head)
+            layers.linear(attended.flatten(1), *layer.attention_out, residual=x)
+            normed = layers.rms_norm(x, layer.mlp_norm, self.eps)
+            normed = layer.mlp.add(normed, x, next_norm, self.eps)
+        return F.linear(normed, self.head)
 
 
 def _refusal(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:

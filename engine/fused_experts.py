@@ -28,10 +28,15 @@ class DenseMLP:
     gate_up: Linear
     down: Linear
 
-    def add(self, normed: Tensor, residual: Tensor) -> Tensor:
-        """Add the MLP of the normed rows to the residual stream, in place."""
+    def add(self, normed: Tensor, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """Add the MLP of the normed rows to the residual stream, in place.
+
+        Returns:
+            The residual stream, normed for what comes next.
+        """
         gated = layers.silu_mul(layers.linear(normed, *self.gate_up))
-        return layers.linear(gated, *self.down, residual=residual)
+        layers.linear(gated, *self.down, residual=residual)
+        return layers.rms_norm(residual, norm, eps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +67,10 @@ class SparseMLP:
             is_normalised=getattr(router, "norm_topk_prob", True),
         )
 
-    def add(self, normed: Tensor, residual: Tensor) -> Tensor:
-        """Add the chosen experts of the normed rows to the residual stream, in place."""
+    def add(self, normed: Tensor, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """Add the chosen experts of the normed rows to the residual stream, as `DenseMLP.add`."""
         logits = layers.linear(normed, *self.router)
         chosen = experts.route(logits, self.num_chosen, is_normalised=self.is_normalised)
-        return experts.compute_experts(normed, *chosen, self.experts, residual=residual)
+        return experts.add_experts(
+            normed, *chosen, self.experts, residual=residual, norm=norm, eps=eps
+        )

@@ -22,8 +22,6 @@ MAX_UNSORTED = 2
 BLOCK_GROUP = 8
 """Blocks of rows that are multiplied by a tile of weights before the next tile is."""
 
-SUM_TILE = 1024
-
 
 @triton.jit
 def _gated(gate, up, alpha, limit, GATE: tl.constexpr):
@@ -123,47 +121,79 @@ def _grouped_kernel(
 
 @triton.jit
 def _sum_kernel(
-    x_ptr, out_ptr, HAS_RESIDUAL: tl.constexpr, TOP_K: tl.constexpr, NUM_COLUMNS: tl.constexpr,
+    parts_ptr, out_ptr, norm_ptr, normed_ptr, eps, TOP_K: tl.constexpr, NUM_COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add up the rows of one token's pairs by rank, plus out if HAS_RESIDUAL.
+    """Add up the rows of one token's pairs by rank; with a norm, add them to out, and norm that.
 
-    Grid: (num_tokens, ceil(NUM_COLUMNS / TILE)). Bytes moved: TOP_K reads and 1 write of the
-    columns per token, and 1 read more for the residual.
+    Grid: (num_tokens,). A program holds its row in registers; columns past NUM_COLUMNS are masked.
+    Bytes moved: TOP_K reads and 1 write of the row, and with a norm 1 read and 1 write more.
     """
     token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    column = tl.arange(0, TILE)
     mask = column < NUM_COLUMNS
-    target = out_ptr + token * NUM_COLUMNS + column
+    target = token * NUM_COLUMNS + column
     total = tl.zeros([TILE], tl.float32)
     for rank in tl.static_range(TOP_K):
-        source = x_ptr + (token * TOP_K + rank) * NUM_COLUMNS + column
+        source = parts_ptr + (token * TOP_K + rank) * NUM_COLUMNS + column
         total += tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        total += tl.load(target, mask=mask, other=0.0).to(tl.float32)
-    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=mask)
+    if norm_ptr is not None:
+        total += tl.load(out_ptr + target, mask=mask, other=0.0).to(tl.float32)
+    out = total.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + target, out, mask=mask)
+    if norm_ptr is not None:
+        exact = out.to(tl.float32)
+        variance = tl.sum(exact * exact, axis=0) / NUM_COLUMNS
+        normed = (exact * tl.rsqrt(variance + eps)).to(out.dtype).to(tl.float32)
+        weight = tl.load(norm_ptr + column, mask=mask, other=0.0).to(tl.float32)
+        tl.store(normed_ptr + target, (normed * weight).to(out.dtype), mask=mask)
 
 
-def compute_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, residual: Tensor | None
-) -> Tensor:
+def compute_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
     """Launch the kernels; same contract as `experts.compute_experts`."""
-    (num_tokens, top_k), hidden_size = ids.shape, x.shape[1]
-    num_experts, num_outputs, _ = experts.gate_up.shape
+    out = x.new_empty(x.shape)
+    _sum(_compute_parts(x, ids, weights, experts), out, None, None, 0.0)
+    return out
+
+
+def add_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: Experts,
+    residual: Tensor,
+    norm: Tensor,
+    eps: float,
+) -> Tensor:
+    """Launch the kernels; same contract as `experts.add_experts`."""
+    normed = x.new_empty(x.shape)
+    _sum(_compute_parts(x, ids, weights, experts), residual, norm, normed, eps)
+    return normed
+
+
+def _sum(
+    parts: Tensor, out: Tensor, norm: Tensor | None, normed: Tensor | None, eps: float
+) -> None:
+    num_tokens, hidden_size = out.shape
+    tile = triton.next_power_of_2(hidden_size)
+    _sum_kernel[(num_tokens,)](
+        parts, out, norm, normed, eps, TOP_K=len(parts) // num_tokens, NUM_COLUMNS=hidden_size,
+        TILE=tile, num_warps=min(16, max(1, tile // 512)),
+    )  # fmt: skip
+
+
+def _compute_parts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+    """Compute the weighted result of each pair, [num_tokens * top_k, hidden_size]."""
+    num_experts, num_outputs, hidden_size = experts.gate_up.shape
     tiling = choose_tiling(ids.numel(), num_experts, x.element_size())
     order = None
-    if num_tokens > MAX_UNSORTED:
+    if len(x) > MAX_UNSORTED:
         order = sort_pairs(ids, num_experts, tiling.num_rows)
     inner = x.new_empty(ids.numel(), num_outputs // 2)
     _multiply(x, ids, None, experts, order, tiling, inner)
     parts = x.new_empty(ids.numel(), hidden_size)
     _multiply(inner, ids, weights, experts, order, tiling, parts)
-    out = x.new_empty(num_tokens, hidden_size) if residual is None else residual
-    _sum_kernel[(num_tokens, triton.cdiv(hidden_size, SUM_TILE))](
-        parts, out, HAS_RESIDUAL=residual is not None, TOP_K=top_k, NUM_COLUMNS=hidden_size,
-        TILE=SUM_TILE, num_warps=4,
-    )  # fmt: skip
-    return out
+    return parts
 
 
 def _multiply(

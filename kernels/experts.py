@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tieredkv.errors import ShapeError
-from tieredkv.kernels import checks, reference
+from tieredkv.kernels import checks, layers, reference
 from tieredkv.kernels.checks import describe, triton_module
 from tieredkv.kernels.expert_layout import Experts
 
@@ -49,9 +49,7 @@ def route(logits: Tensor, num_chosen: int, *, is_normalised: bool) -> tuple[Tens
     return chosen
 
 
-def compute_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, *, residual: Tensor | None = None
-) -> Tensor:
+def compute_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
     """Compute the chosen experts of each token, and add them up by their weights.
 
     Gate and up values are float32 until their product, which is rounded. The weighted result of
@@ -62,10 +60,9 @@ def compute_experts(
         ids: [num_tokens, top_k] int32 or int64, contiguous, in the layer; they are not checked.
         weights: [num_tokens, top_k], a float dtype, contiguous.
         experts: of the layer, x's dtype.
-        residual: [num_tokens, hidden_size], x's dtype, contiguous, added to in place; or None.
 
     Returns:
-        [num_tokens, hidden_size] in x's dtype: the residual itself, if there is one.
+        [num_tokens, hidden_size] in x's dtype, contiguous.
 
     Raises:
         ShapeError: the tensors disagree; checked on the host before launch.
@@ -73,18 +70,55 @@ def compute_experts(
     Source: Mixtral, Jiang et al. 2024; blocks of rows of one expert: MegaBlocks, Gale et al. 2022.
     """
     _check(x, ids, weights, experts)
-    if residual is not None and (
-        residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous()
-    ):
+    if not len(x):
+        return x.new_empty(x.shape)
+    if not checks.use_triton(x.device):
+        return reference.compute_experts(x, ids, weights, experts).to(x.dtype)
+    out: Tensor = triton_module("expert_products").compute_experts(x, ids, weights, experts)
+    return out
+
+
+def add_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: Experts,
+    *,
+    residual: Tensor,
+    norm: Tensor,
+    eps: float,
+) -> Tensor:
+    """Add the chosen experts to the residual stream, in place, and norm that for the next layer.
+
+    Args:
+        x: as in `compute_experts`, and so are the next three.
+        ids: as well.
+        weights: as well.
+        experts: as well.
+        residual: of x's shape and dtype, contiguous.
+        norm: [hidden_size], x's dtype; see `layers.rms_norm`.
+        eps: of the norm.
+
+    Returns:
+        The normed residual stream, of x's shape and dtype, contiguous.
+
+    Raises:
+        ShapeError: the tensors disagree; checked on the host before launch.
+    """
+    _check(x, ids, weights, experts)
+    if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous():
         what = f"residual {describe(residual)} must be contiguous"
         raise ShapeError(f"{what} and have the shape and dtype of x {describe(x)}")
+    layers.check_norms("norm", norm, x, x.shape[1:])
     if not len(x):
-        return x.new_empty(x.shape) if residual is None else residual
+        return x.new_empty(x.shape)
     if not checks.use_triton(x.device):
-        return reference.compute_experts(x, ids, weights, experts, residual)
-    kernels = triton_module("expert_products")
-    out: Tensor = kernels.compute_experts(x, ids, weights, experts, residual)
-    return out
+        residual += reference.compute_experts(x, ids, weights, experts)
+        return reference.rms_norm(residual, norm, eps)
+    normed: Tensor = triton_module("expert_products").add_experts(
+        x, ids, weights, experts, residual, norm, eps
+    )
+    return normed
 
 
 def _check(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> None:
@@ -92,6 +126,9 @@ def _check(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> None:
     if x.ndim != 2 or x.dtype not in checks.KERNEL_DTYPES:
         raise ShapeError(f"x {describe(x)} is not a matrix of a supported dtype")
     checks.check_last_dim("x", x)
+    if x.shape[1] > layers.MAX_HIDDEN_SIZE:
+        most = f"the kernels support at most {layers.MAX_HIDDEN_SIZE}"
+        raise ShapeError(f"hidden_size {x.shape[1]} is too large; {most}")
     if gate_up.ndim != 3 or gate_up.shape[1] % 2 or gate_up.shape[2] != x.shape[1]:
         raise ShapeError(f"gate_up {describe(gate_up)} does not fit x {describe(x)}")
     num_experts, num_outputs, hidden_size = gate_up.shape

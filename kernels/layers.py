@@ -41,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Source: RMSNorm, Zhang and Sennrich 2019.
     """
     _check_rows("x", x)
-    _check_norms("weight", weight, x, x.shape[1:])
+    check_norms("weight", weight, x, x.shape[1:])
     if not checks.use_triton(x.device):
         return reference.rms_norm(x, weight, eps)
     if x.shape[1] > MAX_HIDDEN_SIZE:
@@ -174,7 +174,7 @@ def rotate_and_store(
             raise ShapeError(f"{what} for each row of qkv {describe(qkv)}")
         checks.check_indices(name, indices, cache)
     if head_norms is not None:
-        _check_norms("head_norms", head_norms, qkv, (2, head_dim))
+        check_norms("head_norms", head_norms, qkv, (2, head_dim))
     is_triton = checks.use_triton(qkv.device)
     if not qkv.shape[0]:
         return qkv.new_empty(0, num_heads, head_dim)
@@ -189,7 +189,8 @@ def _check_rows(name: str, tensor: Tensor) -> None:
     checks.check_last_dim(name, tensor)
 
 
-def _check_norms(name: str, weight: Tensor, data: Tensor, shape: tuple[int, ...]) -> None:
+def check_norms(name: str, weight: Tensor, data: Tensor, shape: tuple[int, ...]) -> None:
+    """Refuse weights of norms that have not the shape, or not the dtype and device of the data."""
     if weight.shape != shape or weight.dtype != data.dtype or weight.device != data.device:
         what = f"{name} {describe(weight)} must have the shape {list(shape)}"
         raise ShapeError(f"{what} and the dtype and device of {describe(data)}")

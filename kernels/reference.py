@@ -46,10 +46,12 @@ def route(logits: Tensor, num_chosen: int, *, is_normalised: bool) -> tuple[Tens
     return ids.int(), weights.to(logits.dtype)
 
 
-def compute_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, residual: Tensor | None
-) -> Tensor:
-    """Compute the chosen experts of each token, expert by expert; see `experts.compute_experts`."""
+def compute_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+    """Compute the chosen experts of each token, expert by expert; see `experts.compute_experts`.
+
+    Returns:
+        The sums in float32.
+    """
     pairs = ids.flatten()
     parts = x.new_empty(len(pairs), x.shape[1], dtype=torch.float32)
     for expert in pairs.unique().tolist():
@@ -62,8 +64,7 @@ def compute_experts(
         inner = gated(F.linear(rows, experts.gate_up[expert].float(), bias), experts.gate)
         inner = inner.to(x.dtype).float()
         parts[own] = F.linear(inner, experts.down[expert].float(), down_bias)
-    total = (parts.view(*ids.shape, -1) * weights.float()[..., None]).sum(dim=1)
-    return total.to(x.dtype) if residual is None else residual.add_(total)
+    return (parts.view(*ids.shape, -1) * weights.float()[..., None]).sum(dim=1)
 
 
 def gated(gate_up: Tensor, gate: Gate) -> Tensor:

@@ -94,12 +94,15 @@ def test_a_wrong_weight_a_swapped_expert_or_a_lost_bias_would_be_seen(
     loaded = load(name, tmp_path)
     ids = random.Random(7).choices(range(300), k=60)
     expected = run_paged(loaded, ids)
-    right = experts.compute_experts
 
-    def wrong(x: Tensor, ids: Tensor, weights: Tensor, own: Any, **options: Any) -> Tensor:
-        given = {"x": x, "ids": ids, "weights": weights, "experts": own}
-        fault(given)
-        return right(**given, **options)
+    def faulty(right: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def wrong(x: Tensor, ids: Tensor, weights: Tensor, own: Any, **options: Any) -> Tensor:
+            given = {"x": x, "ids": ids, "weights": weights, "experts": own}
+            fault(given)
+            return right(**given, **options)
 
-    monkeypatch.setattr(experts, "compute_experts", wrong)
+        return wrong
+
+    for name in ("compute_experts", "add_experts"):
+        monkeypatch.setattr(experts, name, faulty(getattr(experts, name)))
     assert (run_paged(loaded, ids) - expected).abs().max() > 1e-3 * expected.abs().max()

@@ -250,7 +250,8 @@ def compile_routing(hidden_size: int, *, is_short: bool) -> None:
     compile_kernel(
         expert_products._sum_kernel,
         dtype,
-        {"HAS_RESIDUAL": True, "TOP_K": 8, "NUM_COLUMNS": hidden_size, "TILE": 1024},
+        ({} if is_short else {"norm_ptr": None, "normed_ptr": None})
+        | {"TOP_K": 8, "NUM_COLUMNS": hidden_size, "TILE": 4096},
     )
     compile_kernel(
         routing._top_k_kernel,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.golden import refused
 from tieredkv.errors import ShapeError
-from tieredkv.kernels import experts, reference, routing
+from tieredkv.kernels import experts, layers, reference, routing
 from tieredkv.kernels.expert_layout import (
     LARGE,
     MIDDLE,
@@ -138,14 +138,9 @@ def test_the_chosen_experts_are_computed_and_added_up_by_weight(
     )
     before = case["x"].clone()
     expected = defined(case)
-    residual = torch.randn(case["x"].shape).to(dtype).to(device)
-    total = expected + residual.double().cpu()
     with choose(backend):
         out = experts.compute_experts(**case)
-        added = experts.compute_experts(**case, residual=residual)
     assert_close(out, expected)
-    assert added is residual
-    assert_close(residual, total)
     assert torch.equal(case["x"], before)
 
 
@@ -162,11 +157,29 @@ def test_whole_tiles_rows_that_lie_apart_and_int32_ids_are_taken(
     assert_close(out, defined(case))
 
 
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS)
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_experts_are_added_to_the_residual_stream_which_is_normed(
+    device: str, choose: Choose, backend: str, dtype: torch.dtype, num_tokens: int
+) -> None:
+    case = draw(num_tokens, dtype=dtype, device=device)
+    residual, norm = torch.randn(num_tokens, 48).to(dtype), torch.randn(48).to(dtype)
+    total = defined(case) + residual.double()
+    expected = total / (total.pow(2).mean(-1, keepdim=True) + 0.1).sqrt() * norm.double()
+    residual = residual.to(device)
+    with choose(backend):
+        normed = experts.add_experts(**case, residual=residual, norm=norm.to(device), eps=0.1)
+    assert_close(residual, total)
+    assert_close(normed, expected)
+
+
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_no_tokens_is_no_launch(device: str, choose: Choose, backend: str) -> None:
     case = draw(0, device=device)
     with choose(backend):
         assert experts.compute_experts(**case).shape == (0, 48)
+        more = {"residual": case["x"], "norm": torch.ones(48, device=device), "eps": 0.1}
+        assert experts.add_experts(**case, **more).shape == (0, 48)
         ids, weights = experts.route(torch.zeros(0, 6, device=device), 2, is_normalised=True)
     assert ids.shape == weights.shape == (0, 2)
 
@@ -283,14 +296,32 @@ def test_tiles_grow_with_the_rows_of_an_expert(num_pairs: int, expected: Tiling)
         {"ids": torch.zeros(3, 6, dtype=torch.int64)[:, ::2]},
         {"weights": torch.zeros(3, 2)},
         {"weights": torch.zeros(3, 3, dtype=torch.int64)},
-        {"residual": torch.zeros(3, 47)},
-        {"residual": torch.zeros(3, 48).half()},
-        {"residual": torch.zeros(3, 96)[:, ::2]},
     ],
 )
 def test_tensors_that_disagree_are_refused(change: dict[str, Tensor]) -> None:
     with refused(ShapeError):
         experts.compute_experts(**(draw(3) | change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"residual": torch.zeros(3, 47)},
+        {"residual": torch.zeros(3, 48).half()},
+        {"residual": torch.zeros(3, 96)[:, ::2]},
+        {"norm": torch.ones(47)},
+        {"ids": torch.zeros(3, 3)},
+    ],
+)
+def test_a_residual_or_norm_that_does_not_fit_is_refused(change: dict[str, Tensor]) -> None:
+    more = {"residual": torch.zeros(3, 48), "norm": torch.ones(48), "eps": 0.1}
+    with refused(ShapeError):
+        experts.add_experts(**(draw(3) | more | change))
+
+
+def test_rows_that_are_too_wide_are_refused() -> None:
+    with refused(ShapeError):
+        experts.compute_experts(**draw(1, hidden_size=layers.MAX_HIDDEN_SIZE + 2))
 
 
 @pytest.mark.parametrize(
@@ -360,10 +391,14 @@ def test_on_the_gpu_the_sizes_of_real_models_agree_with_the_reference(
     name: str, num_tokens: int
 ) -> None:
     case = draw_real(name, num_tokens)
-    expected = reference.compute_experts(**case, residual=None).double().cpu()
+    expected = reference.compute_experts(**case).double().cpu()
     out = experts.compute_experts(**case)
     assert_close(out, expected)
     assert torch.equal(out, experts.compute_experts(**case))
+    other = draw_real(name, num_tokens) | {"experts": case["experts"]}
+    for key in ("x", "ids", "weights"):
+        other[key][-1] = case[key][-1]
+    assert torch.equal(out[-1], experts.compute_experts(**other)[-1])
 
 
 @pytest.mark.gpu

@@ -104,7 +104,7 @@ def _measure(
         return experts.compute_experts(x, *routes[index % len(routes)], own)
 
     last_x, ids, weights = (part[-MAX_CHECKED:] for part in (x, *routes[0]))
-    expected = reference.compute_experts(last_x, ids, weights, layers[0], None).float()
+    expected = reference.compute_experts(last_x, ids, weights, layers[0])
     error = (compute(0)[-MAX_CHECKED:].float() - expected).norm() / expected.norm()
     ms = _median_ms(compute, num_tokens, repeats)
     num_used = statistics.fmean(len(chosen.unique()) for chosen, _ in routes)
