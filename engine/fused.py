@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tieredkv.engine.attention import AttentionContext
-from tieredkv.engine.fused_experts import DenseMLP, Linear, SparseMLP
+from tieredkv.engine.fused_experts import DenseMLP, SparseMLP
+from tieredkv.engine.merged_weights import Linear, merge_linears, merge_parameters
 from tieredkv.kernels import layers
 
 logger = logging.getLogger(__name__)
@@ -137,7 +138,7 @@ class FusedModel:
                 return x.new_empty(0, len(self.head))
             layers.linear(attended.flatten(1), *layer.attention_out, residual=x)
             normed = layers.rms_norm(x, layer.mlp_norm, self.eps)
-            normed = layer.mlp.add(normed, x, next_norm, self.eps)
+            normed = layer.mlp.add_and_norm(normed, x, next_norm, self.eps)
         return F.linear(normed, self.head)
 
 
@@ -178,7 +179,7 @@ def _merge_layer(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     head_norms, sinks = None, getattr(attention, "sinks", None)
     if hasattr(attention, "q_norm"):
-        merged = _merge_parameters([attention.q_norm.weight, attention.k_norm.weight])
+        merged = merge_parameters([attention.q_norm.weight, attention.k_norm.weight])
         head_norms = merged.view(2, -1)
     return _Layer(
         input_norm=layer.input_layernorm.weight.data,
@@ -187,33 +188,8 @@ def _merge_layer(layer: Any) -> _Layer:
         sinks=None if sinks is None else sinks.data,
         attention_out=merge_linears(attention.o_proj),
         mlp_norm=layer.post_attention_layernorm.weight.data,
-        mlp=_merge_mlp(mlp),
+        mlp=(SparseMLP if hasattr(mlp, "experts") else DenseMLP).from_module(mlp),
     )
-
-
-def _merge_mlp(mlp: Any) -> DenseMLP | SparseMLP:
-    if hasattr(mlp, "experts"):
-        return SparseMLP.from_module(mlp)
-    return DenseMLP(
-        gate_up=merge_linears(mlp.gate_proj, mlp.up_proj), down=merge_linears(mlp.down_proj)
-    )
-
-
-def merge_linears(*linears: nn.Linear) -> Linear:
-    """Put linear layers of one input under one another and make their parameters views."""
-    weight = _merge_parameters([linear.weight for linear in linears])
-    biases = [linear.bias for linear in linears if linear.bias is not None]
-    return weight, _merge_parameters(biases) if biases else None
-
-
-def _merge_parameters(parameters: Sequence[Tensor]) -> Tensor:
-    if len(parameters) == 1:
-        return parameters[0].data
-    merged = torch.cat([parameter.data for parameter in parameters])
-    parts = merged.split([len(parameter) for parameter in parameters])
-    for parameter, part in zip(parameters, parts, strict=True):
-        parameter.data = part
-    return merged
 
 
 def _cos_sin_table(rotary: Any, num_positions: int, device: torch.device) -> Tensor:

@@ -1,20 +1,27 @@
-"""The second half of a fused layer: what is added to the residual stream behind the attention.
+"""The second half of a fused layer: one gated MLP, or a router with experts.
 
-It is either one gated MLP, or a router with experts. Both take their weights from transformers'
-modules, and know nothing of attention.
+Both take their weights from transformers' modules and know nothing of attention. `FusedModel` adds
+them to its residual stream. Of some families whose layers are not fused as a whole, the blocks
+with experts are, or their routers; all else then stays transformers'.
 """
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tieredkv.engine.experts import find_experts
+from tieredkv.engine.merged_weights import Linear, merge_linears
 from tieredkv.kernels import experts, layers
-from tieredkv.kernels.expert_layout import Experts
+from tieredkv.kernels.expert_layout import Experts, RoutingRule
 
-Linear = tuple[Tensor, Tensor | None]
-"""A weight [outputs, inputs], and a bias or None."""
+logger = logging.getLogger(__name__)
+
+_WITH_SHARED_EXPERTS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+"""Families whose router chooses by sigmoids, and whose blocks have an MLP for all tokens too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +35,21 @@ class DenseMLP:
     gate_up: Linear
     down: Linear
 
-    def add(self, normed: Tensor, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """Add the MLP of the normed rows to the residual stream, in place.
+    @classmethod
+    def from_module(cls, mlp: Any) -> "DenseMLP":
+        """Merge the matrices of transformers' module, whose parameters become views."""
+        return cls(
+            gate_up=merge_linears(mlp.gate_proj, mlp.up_proj), down=merge_linears(mlp.down_proj)
+        )
 
-        Returns:
-            The residual stream, normed for what comes next.
-        """
+    def add(self, normed: Tensor, residual: Tensor) -> None:
+        """Add the MLP of the normed rows to the residual stream, in place."""
         gated = layers.silu_mul(layers.linear(normed, *self.gate_up))
         layers.linear(gated, *self.down, residual=residual)
+
+    def add_and_norm(self, normed: Tensor, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """Add the MLP to the residual stream, in place, and norm that for what comes next."""
+        self.add(normed, residual)
         return layers.rms_norm(residual, norm, eps)
 
 
@@ -45,32 +59,112 @@ class SparseMLP:
 
     Attributes:
         num_chosen: experts of a token.
-        is_normalised: whether the weights of the chosen experts add up to 1.
+        rule: how they are chosen and weighed.
+        shared: an MLP that is added for all tokens, or None.
     """
 
     router: Linear
     experts: Experts
     num_chosen: int
-    is_normalised: bool
+    rule: RoutingRule
+    shared: DenseMLP | None = None
 
     @classmethod
     def from_module(cls, mlp: Any) -> "SparseMLP":
-        """Take the weights of Qwen's or gpt-oss's block, whose experts the kernels know."""
+        """Take the weights of a block of Qwen, gpt-oss, GLM or DeepSeek V3.
+
+        Nothing is copied but the matrices of shared experts, which are merged.
+        """
         router = mlp.router if hasattr(mlp, "router") else mlp.gate
         found = find_experts(mlp.experts)
         assert found is not None, f"{mlp.experts} is not known to the kernels"
-        bias = getattr(router, "bias", None)
+        bias, correction = getattr(router, "bias", None), None
+        if is_sigmoid := hasattr(router, "e_score_correction_bias"):
+            correction = router.e_score_correction_bias.data
         return cls(
             router=(router.weight.data, None if bias is None else bias.data),
             experts=found,
             num_chosen=router.top_k,
-            is_normalised=getattr(router, "norm_topk_prob", True),
+            rule=RoutingRule(
+                is_sigmoid=is_sigmoid,
+                is_normalised=getattr(router, "norm_topk_prob", True),
+                scale=float(getattr(router, "routed_scaling_factor", 1.0)),
+                bias=correction,
+            ),
+            shared=DenseMLP.from_module(mlp.shared_experts) if is_sigmoid else None,
         )
 
-    def add(self, normed: Tensor, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """Add the chosen experts of the normed rows to the residual stream, as `DenseMLP.add`."""
-        logits = layers.linear(normed, *self.router)
-        chosen = experts.route(logits, self.num_chosen, is_normalised=self.is_normalised)
+    def _choose(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+        weight, bias = self.router  # some families have a router in float32
+        logits = layers.linear(normed.to(weight.dtype), weight, bias)
+        return experts.route(logits, self.num_chosen, self.rule)
+
+    def compute(self, normed: Tensor) -> Tensor:
+        """Compute the experts of the normed rows, [num_tokens, hidden_size]."""
+        out = experts.compute_experts(normed, *self._choose(normed), self.experts)
+        if self.shared is not None:
+            self.shared.add(normed, out)
+        return out
+
+    def add_and_norm(self, normed: Tensor, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """Add the experts to the residual stream, in place, and norm that for what comes next."""
+        if self.shared is not None:
+            self.shared.add(normed, residual)
+        chosen = self._choose(normed)
         return experts.add_experts(
             normed, *chosen, self.experts, residual=residual, norm=norm, eps=eps
         )
+
+
+@torch.no_grad()
+def fuse_experts(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Replace the forward passes of blocks with experts, or of their routers, in known families.
+
+    The parameters keep names, shapes and values. Call it once all weights are loaded.
+    """
+    modules: list[Any] = list(model.modules())
+    if config.model_type in _WITH_SHARED_EXPERTS and config.hidden_act == "silu":
+        blocks = [each for each in modules if hasattr(each, "shared_experts")]
+        if any(block.gate.num_group != block.gate.topk_group for block in blocks):
+            return  # the kernel chooses among all experts
+        for block in blocks:
+            block.forward = _FusedBlock(SparseMLP.from_module(block))
+    elif config.model_type == "gemma4_text":
+        blocks = [each for each in modules if hasattr(each, "per_expert_scale")]
+        for block in blocks:
+            block.forward = _FusedGemmaRouter(block)
+    else:
+        return
+    logger.info("%d blocks with experts of `%s` run fused", len(blocks), config.model_type)
+
+
+class _FusedBlock:
+    """The forward pass of a block with experts, as transformers' decoder layers call it."""
+
+    def __init__(self, mlp: SparseMLP) -> None:
+        self._mlp = mlp
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """Compute a step's tokens, [1, num_tokens, hidden_size]."""
+        return self._mlp.compute(hidden_states[0])[None]
+
+
+class _FusedGemmaRouter:
+    """The forward pass of Gemma's router, as its decoder layers call it.
+
+    Args:
+        router: transformers' module.
+    """
+
+    def __init__(self, router: Any) -> None:
+        self._norm = router.scale.data * router.scalar_root_size
+        self._eps, self._weight = float(router.eps), router.proj.weight.data
+        self._num_chosen = int(router.config.top_k_experts)
+        self._rule = RoutingRule(expert_scales=router.per_expert_scale.data)
+
+    def __call__(self, hidden_states: Tensor) -> tuple[None, Tensor, Tensor]:
+        """Return weights and ids of each token's experts behind what decoder layers do not use."""
+        normed = layers.rms_norm(hidden_states, self._norm, self._eps)
+        logits = layers.linear(normed, self._weight)
+        ids, weights = experts.route(logits, self._num_chosen, self._rule)
+        return None, weights, ids

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tieredkv.engine.attention import CONTEXT_ARGUMENT, context_of
-from tieredkv.engine.fused import merge_linears
 from tieredkv.engine.latent import expansion, has_latents
+from tieredkv.engine.merged_weights import merge_linears
 from tieredkv.kernels import latents, layers
 from tieredkv.kernels.checks import Rope
 

@@ -45,6 +45,7 @@ from tieredkv.engine.fingerprint import (
     parameters_fingerprint,
 )
 from tieredkv.engine.fused import FusedModel
+from tieredkv.engine.fused_experts import fuse_experts
 from tieredkv.engine.fused_latent import fuse_latents
 from tieredkv.engine.latent import keep_latents
 from tieredkv.engine.quantized import check_quantization_files, find_quantization
@@ -173,6 +174,7 @@ class FoundModel:
         model.eval().requires_grad_(False)
         keep_latents(model)
         fuse_latents(model, self.config)
+        fuse_experts(model, self.config)
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         found["device"] = next(model.parameters()).device
         kinds = dict.fromkeys(map(_described, self.layers))

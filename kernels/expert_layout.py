@@ -30,6 +30,27 @@ class Gate(NamedTuple):
     limit: float = 0.0
 
 
+class RoutingRule(NamedTuple):
+    """How a router's logits choose and weigh the experts of a token.
+
+    Attributes:
+        is_sigmoid: whether an expert's score is the sigmoid of its logit, or else a softmax.
+        is_normalised: whether the scores of the chosen experts are divided by their sum.
+        scale: factor on all weights.
+        bias: [num_experts] float32, added to the sigmoids to choose by, not to the weights; or
+            None.
+        expert_scales: [num_experts], a factor on each expert's weight; or None.
+
+    Source: `bias` as in DeepSeek-V3, 2024.
+    """
+
+    is_sigmoid: bool = False
+    is_normalised: bool = True
+    scale: float = 1.0
+    bias: Tensor | None = None
+    expert_scales: Tensor | None = None
+
+
 class Experts(NamedTuple):
     """The weights of the experts of one layer, as a checkpoint has them.
 

@@ -15,20 +15,19 @@ from torch import Tensor
 from tieredkv.errors import ShapeError
 from tieredkv.kernels import checks, layers, reference
 from tieredkv.kernels.checks import describe, triton_module
-from tieredkv.kernels.expert_layout import Experts
+from tieredkv.kernels.expert_layout import Experts, RoutingRule
 
 
-def route(logits: Tensor, num_chosen: int, *, is_normalised: bool) -> tuple[Tensor, Tensor]:
-    """Choose the experts of each token: those with the largest logits, in descending order.
+def route(logits: Tensor, num_chosen: int, rule: RoutingRule) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each token: those with the largest scores, in descending order.
 
     Args:
         logits: [num_tokens, num_experts], contiguous in num_experts.
         num_chosen: experts of a token.
-        is_normalised: whether the weights are a softmax over the chosen experts, and so add up to
-            1, or else over all experts.
+        rule: how they are chosen and weighed.
 
     Returns:
-        Ids, [num_tokens, num_chosen] int32, and weights of the same shape in the logits' dtype.
+        Ids, [num_tokens, num_chosen] int32, and weights of the same shape in float32.
 
     Raises:
         ShapeError: the arguments disagree; checked on the host before launch.
@@ -38,14 +37,17 @@ def route(logits: Tensor, num_chosen: int, *, is_normalised: bool) -> tuple[Tens
     checks.check_last_dim("logits", logits)
     if not 1 <= num_chosen <= logits.shape[1]:
         raise ShapeError(f"{num_chosen} experts cannot be chosen by logits {describe(logits)}")
-    if not checks.use_triton(logits.device):
-        return reference.route(logits, num_chosen, is_normalised=is_normalised)
+    for name, each in (("bias", rule.bias), ("expert_scales", rule.expert_scales)):
+        if each is not None and (
+            each.shape != logits.shape[1:] or each.stride(0) != 1 or each.device != logits.device
+        ):
+            raise ShapeError(f"{name} {describe(each)} does not fit logits {describe(logits)}")
     if not len(logits):
         ids = torch.empty(0, num_chosen, dtype=torch.int32, device=logits.device)
-        return ids, logits.new_empty(0, num_chosen)
-    chosen: tuple[Tensor, Tensor] = triton_module("routing").top_k(
-        logits, num_chosen, is_normalised=is_normalised
-    )
+        return ids, ids.float()
+    if not checks.use_triton(logits.device):
+        return reference.route(logits, num_chosen, rule)
+    chosen: tuple[Tensor, Tensor] = triton_module("routing").top_k(logits, num_chosen, rule)
     return chosen
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tieredkv.kernels.checks import LayerCache, Rope
-from tieredkv.kernels.expert_layout import Experts, Gate
+from tieredkv.kernels.expert_layout import Experts, Gate, RoutingRule
 from tieredkv.kernels.partition import Batch, Latent
 
 
@@ -36,14 +36,19 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def route(logits: Tensor, num_chosen: int, *, is_normalised: bool) -> tuple[Tensor, Tensor]:
-    """Choose the experts with the largest logits and weigh them; see `experts.route`."""
-    largest, ids = logits.float().topk(num_chosen, dim=-1)
-    if is_normalised:
-        weights = largest.softmax(dim=-1)
-    else:
-        weights = (largest - logits.float().logsumexp(dim=-1, keepdim=True)).exp()
-    return ids.int(), weights.to(logits.dtype)
+def route(logits: Tensor, num_chosen: int, rule: RoutingRule) -> tuple[Tensor, Tensor]:
+    """Choose the experts with the largest scores and weigh them; see `experts.route`."""
+    logits = logits.float()
+    scores = logits.sigmoid() if rule.is_sigmoid else logits.softmax(dim=-1)
+    choice = scores if rule.is_sigmoid else logits
+    ids = (choice if rule.bias is None else choice + rule.bias).topk(num_chosen, dim=-1).indices
+    weights = scores.gather(1, ids)
+    if rule.is_normalised:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    weights = weights * rule.scale
+    if rule.expert_scales is not None:
+        weights = weights * rule.expert_scales[ids].float()
+    return ids.int(), weights
 
 
 def compute_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tieredkv.kernels.expert_layout import most_blocks
+from tieredkv.kernels.expert_layout import RoutingRule, most_blocks
 
 CHUNK = 512
 """Pairs that one program sorts. Fewer pairs than that are sorted in one launch."""
@@ -41,34 +41,45 @@ class SortedPairs(NamedTuple):
 
 @triton.jit
 def _top_k_kernel(
-    logits_ptr, ids_ptr, weights_ptr, logits_stride, NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr, IS_NORMALISED: tl.constexpr, EXPERT_TILE: tl.constexpr,
-    RANK_TILE: tl.constexpr,
+    logits_ptr, choice_bias_ptr, scales_ptr, ids_ptr, weights_ptr, logits_stride, scale,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, IS_SIGMOID: tl.constexpr,
+    IS_NORMALISED: tl.constexpr, EXPERT_TILE: tl.constexpr, RANK_TILE: tl.constexpr,
 ):  # fmt: skip
     """Choose one token's experts and weigh them.
 
-    Grid: (num_tokens,). A program holds the logits in registers; of equal ones the first is chosen.
-    Logits that are NaN give some experts of the layer. Bytes moved: 1 read of the logits.
+    Grid: (num_tokens,). A program holds the logits in registers; of equal scores the first is
+    chosen. Logits that are NaN give some experts of the layer. Bytes moved: 1 read of the logits.
     """
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERT_TILE)
     rank = tl.arange(0, RANK_TILE)
-    source = logits_ptr + token * logits_stride + expert
-    logits = tl.load(source, mask=expert < NUM_EXPERTS, other=float("-inf")).to(tl.float32)
+    is_expert, is_rank = expert < NUM_EXPERTS, rank < TOP_K
+    source = logits_ptr + token * logits_stride
+    logits = tl.load(source + expert, mask=is_expert, other=float("-inf")).to(tl.float32)
     left = logits
-    chosen = tl.full([RANK_TILE], float("-inf"), tl.float32)
+    if IS_SIGMOID:
+        left = tl.sigmoid(logits)
+        if choice_bias_ptr is not None:
+            left += tl.load(choice_bias_ptr + expert, mask=is_expert, other=0.0)
+        left = tl.where(is_expert, left, float("-inf"))
     ids = tl.zeros([RANK_TILE], tl.int32)
     for index in tl.static_range(TOP_K):
-        value, place = tl.max(left, axis=0, return_indices=True)
-        place = tl.minimum(place, NUM_EXPERTS - 1)
-        chosen = tl.where(rank == index, value, chosen)
+        place = tl.minimum(tl.argmax(left, axis=0), NUM_EXPERTS - 1)
         ids = tl.where(rank == index, place, ids)
         left = tl.where(expert == place, float("-inf"), left)
-    largest = tl.max(logits, axis=0)
-    total = tl.sum(tl.exp((chosen if IS_NORMALISED else logits) - largest), axis=0)
-    weights = (tl.exp(chosen - largest) / total).to(weights_ptr.dtype.element_ty)
-    tl.store(ids_ptr + token * TOP_K + rank, ids, mask=rank < TOP_K)
-    tl.store(weights_ptr + token * TOP_K + rank, weights, mask=rank < TOP_K)
+    chosen = tl.load(source + ids, mask=is_rank, other=float("-inf")).to(tl.float32)
+    if IS_SIGMOID:
+        scores = tl.sigmoid(chosen)
+        total = tl.sum(scores, axis=0) + 1e-20 if IS_NORMALISED else 1.0
+    else:
+        largest = tl.max(logits, axis=0)
+        scores = tl.exp(chosen - largest)
+        total = tl.sum(tl.exp((chosen if IS_NORMALISED else logits) - largest), axis=0)
+    weights = scores / total * scale
+    if scales_ptr is not None:
+        weights *= tl.load(scales_ptr + ids, mask=is_rank, other=0.0).to(tl.float32)
+    tl.store(ids_ptr + token * TOP_K + rank, ids, mask=is_rank)
+    tl.store(weights_ptr + token * TOP_K + rank, weights, mask=is_rank)
 
 
 @triton.jit
@@ -151,14 +162,15 @@ def _sort_kernel(
         tl.store(blocks_ptr + 2 * block + 1, tl.minimum(rest, NUM_ROWS), mask=block < last)
 
 
-def top_k(logits: Tensor, num_chosen: int, *, is_normalised: bool) -> tuple[Tensor, Tensor]:
+def top_k(logits: Tensor, num_chosen: int, rule: RoutingRule) -> tuple[Tensor, Tensor]:
     """Launch the kernel; same contract as `experts.route`."""
     num_tokens, num_experts = logits.shape
     ids = torch.empty(num_tokens, num_chosen, dtype=torch.int32, device=logits.device)
-    weights = logits.new_empty(num_tokens, num_chosen)
+    weights = torch.empty(num_tokens, num_chosen, dtype=torch.float32, device=logits.device)
     _top_k_kernel[(num_tokens,)](
-        logits, ids, weights, logits.stride(0), NUM_EXPERTS=num_experts, TOP_K=num_chosen,
-        IS_NORMALISED=is_normalised, EXPERT_TILE=triton.next_power_of_2(num_experts),
+        logits, rule.bias, rule.expert_scales, ids, weights, logits.stride(0), rule.scale,
+        NUM_EXPERTS=num_experts, TOP_K=num_chosen, IS_SIGMOID=rule.is_sigmoid,
+        IS_NORMALISED=rule.is_normalised, EXPERT_TILE=triton.next_power_of_2(num_experts),
         RANK_TILE=triton.next_power_of_2(num_chosen), num_warps=1,
     )  # fmt: skip
     return ids, weights

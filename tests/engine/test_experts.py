@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from tests.engine.logits import run_paged
@@ -13,7 +14,7 @@ from tests.engine.test_families import FAMILIES, make_config, write_checkpoint
 from tieredkv.engine.experts import EXPERTS_NAME, find_experts
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.kernels import experts
-from tieredkv.kernels.expert_layout import Gate
+from tieredkv.kernels.expert_layout import Gate, RoutingRule
 
 TAKEN = {
     "gemma4 with experts": Gate("gelu_tanh"),
@@ -55,6 +56,75 @@ def test_experts_of_another_make_are_left_to_transformers(tmp_path: Path) -> Non
     loaded = load("qwen2_moe", tmp_path, hidden_act="relu")
     assert [find_experts(layer) for layer in layers_with_experts(loaded)] == [None, None]
     assert run_paged(loaded, [*range(60)]).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "num_fused"),
+    [
+        ("gemma4 with experts", "router", 6),
+        ("glm4_moe", "mlp", 1),
+        ("glm4_moe in groups", "mlp", 0),
+        ("mixtral", "mlp", 0),
+    ],
+)
+def test_blocks_or_routers_of_known_families_are_fused_and_keep_their_parameters(
+    name: str, part: str, num_fused: int, tmp_path: Path
+) -> None:
+    loaded = load(name, tmp_path)
+    base: Any = loaded.model.base_model
+    assert sum("forward" in vars(getattr(layer, part)) for layer in base.layers) == num_fused
+    names = {key for key, _ in loaded.model.named_parameters()}
+    with torch.device("meta"):
+        plain = type(loaded.model)(loaded.config)
+    assert names == {key for key, _ in plain.named_parameters()}
+
+
+def lose_choice_bias(rule: RoutingRule) -> RoutingRule:
+    assert rule.bias is not None
+    return rule._replace(bias=-rule.bias)
+
+
+def lose_scale(rule: RoutingRule) -> RoutingRule:
+    return rule._replace(scale=1.0)
+
+
+def lose_expert_scales(rule: RoutingRule) -> RoutingRule:
+    return rule._replace(expert_scales=None)
+
+
+def lose_norm(rule: RoutingRule) -> RoutingRule:
+    return rule._replace(is_normalised=not rule.is_normalised)
+
+
+def mistake_scores(rule: RoutingRule) -> RoutingRule:
+    return rule._replace(is_sigmoid=not rule.is_sigmoid)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        *(("glm4_moe", fault) for fault in (lose_choice_bias, lose_scale, lose_norm)),
+        ("glm4_moe", mistake_scores),
+        ("gemma4 with experts", lose_expert_scales),
+        ("gpt_oss", lose_norm),
+        ("qwen3_moe", lose_norm),
+    ],
+)
+def test_a_wrong_rule_of_the_router_would_be_seen(
+    name: str,
+    fault: Callable[[RoutingRule], RoutingRule],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded = load(name, tmp_path)
+    ids = random.Random(7).choices(range(300), k=60)
+    expected, right = run_paged(loaded, ids), experts.route
+
+    def wrong(logits: Tensor, num_chosen: int, rule: RoutingRule) -> tuple[Tensor, Tensor]:
+        return right(logits, num_chosen, fault(rule))
+
+    monkeypatch.setattr(experts, "route", wrong)
+    assert (run_paged(loaded, ids) - expected).abs().max() > 1e-3 * expected.abs().max()
 
 
 def roll_weights(given: dict[str, Any]) -> None:

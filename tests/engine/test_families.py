@@ -75,6 +75,16 @@ LATENT = {
     "n_group": 1,
     "topk_group": 1,
 }
+GLM4_MOE = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+}
 PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 SHORT_ROPE = {
     "rope_type": "yarn",
@@ -157,18 +167,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {"attention_bias": True}),
     "glm4_moe_lite": ("glm4_moe_lite", LATENT),
     "glm4_moe_lite with biases": ("glm4_moe_lite", LATENT | {"attention_bias": True}),
-    "glm4_moe": (
-        "glm4_moe",
-        {
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 3,
-            "n_group": 2,
-            "topk_group": 1,
-            "moe_intermediate_size": 32,
-            "first_k_dense_replace": 1,
-            "norm_topk_prob": True,
-        },
-    ),
+    "glm4_moe": ("glm4_moe", GLM4_MOE),
+    "glm4_moe in groups": ("glm4_moe", GLM4_MOE | {"n_group": 2}),
     "gpt2": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     "gpt2 unscaled": ("gpt2", {"scale_attn_weights": False}),
     "gpt_bigcode": ("gpt_bigcode", {}),

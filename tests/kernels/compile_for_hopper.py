@@ -48,11 +48,13 @@ OTHER_POINTERS = {
     "merged_lse_ptr": "*fp32",
     "slot_mapping_ptr": "*i64",
     "ids_ptr": "*i32",
+    "choice_bias_ptr": "*fp32",
+    "weights_ptr": "*fp32",
     "counts_ptr": "*i32",
     "pairs_ptr": "*i32",
     "blocks_ptr": "*i32",
 }
-FLOATS = ("scale_log2", "eps", "alpha", "limit")
+FLOATS = ("scale_log2", "eps", "alpha", "limit", "scale")
 
 
 def compile_kernel(
@@ -256,7 +258,9 @@ def compile_routing(hidden_size: int, *, is_short: bool) -> None:
     compile_kernel(
         routing._top_k_kernel,
         dtype,
-        {
+        ({"choice_bias_ptr": None} if is_short else {"scales_ptr": None})
+        | {
+            "IS_SIGMOID": not is_short,
             "NUM_EXPERTS": 100,
             "TOP_K": 6,
             "IS_NORMALISED": is_short,

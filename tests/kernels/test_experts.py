@@ -18,6 +18,7 @@ from tieredkv.kernels.expert_layout import (
     WIDE,
     Experts,
     Gate,
+    RoutingRule,
     Tiling,
     choose_tiling,
     most_blocks,
@@ -180,7 +181,7 @@ def test_no_tokens_is_no_launch(device: str, choose: Choose, backend: str) -> No
         assert experts.compute_experts(**case).shape == (0, 48)
         more = {"residual": case["x"], "norm": torch.ones(48, device=device), "eps": 0.1}
         assert experts.add_experts(**case, **more).shape == (0, 48)
-        ids, weights = experts.route(torch.zeros(0, 6, device=device), 2, is_normalised=True)
+        ids, weights = experts.route(torch.zeros(0, 6, device=device), 2, RoutingRule())
     assert ids.shape == weights.shape == (0, 2)
 
 
@@ -240,40 +241,64 @@ def test_blocks_suffice_however_tokens_are_routed(device: str) -> None:
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_normalised", [False, True])
-@pytest.mark.parametrize(("num_experts", "num_chosen"), [(8, 8), (60, 4), (5, 1)])
-def test_the_largest_logits_choose_the_experts(
+@pytest.mark.parametrize(
+    ("num_experts", "num_chosen", "is_sigmoid", "is_normalised", "has_scales"),
+    [
+        (8, 8, False, True, False),
+        (60, 4, False, False, True),
+        (60, 4, False, True, True),
+        (5, 1, False, True, False),
+        (40, 6, True, True, False),
+        (40, 6, True, False, False),
+    ],
+)
+def test_the_largest_scores_choose_the_experts(
     device: str,
     choose: Choose,
     backend: str,
     dtype: torch.dtype,
-    is_normalised: bool,
     num_experts: int,
     num_chosen: int,
+    is_sigmoid: bool,
+    is_normalised: bool,
+    has_scales: bool,
 ) -> None:
-    order = torch.rand(4, num_experts).argsort(1)
-    logits = (order / 8 - 3).to(dtype).to(device)  # no two are equal
-    with choose(backend):
-        ids, weights = experts.route(logits, num_chosen, is_normalised=is_normalised)
-    exact = logits.double().cpu().softmax(-1)
-    expected, wanted = exact.topk(num_chosen)
+    logits = (torch.rand(4, num_experts).argsort(1) / 8 - 3).to(dtype)  # no two are equal
+    rule = RoutingRule(
+        is_sigmoid=is_sigmoid,
+        is_normalised=is_normalised,
+        scale=1.5,
+        bias=torch.randn(num_experts) if is_sigmoid else None,
+        expert_scales=torch.rand(num_experts).to(dtype) if has_scales else None,
+    )
+    exact = logits.double().sigmoid() if is_sigmoid else logits.double().softmax(-1)
+    wanted = (exact if rule.bias is None else exact + rule.bias).topk(num_chosen).indices
+    expected = exact.gather(1, wanted)
     if is_normalised:
         expected = expected / expected.sum(-1, keepdim=True)
+    expected = 1.5 * expected
+    if rule.expert_scales is not None:
+        expected = expected * rule.expert_scales[wanted]
+    moved = rule._replace(
+        bias=None if rule.bias is None else rule.bias.to(device),
+        expert_scales=None if rule.expert_scales is None else rule.expert_scales.to(device),
+    )
+    with choose(backend):
+        ids, weights = experts.route(logits.to(device), num_chosen, moved)
     assert ids.dtype == torch.int32
     assert torch.equal(ids.cpu(), wanted.int())
-    assert weights.dtype == dtype
-    atol = 1e-6 if dtype == torch.float32 else 2**-7
-    torch.testing.assert_close(weights.double().cpu(), expected, rtol=0.0, atol=atol)
+    torch.testing.assert_close(weights.cpu(), expected.float(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_logits_that_are_no_numbers_give_experts_of_the_layer(device: str, choose: Choose) -> None:
     logits = torch.full((3, 5), torch.nan, device=device)
     logits[1, 2], logits[2] = 1.0, -torch.inf
-    with choose("triton"):
-        ids, _ = experts.route(logits, 3, is_normalised=True)
-    assert (ids >= 0).all()
-    assert (ids < 5).all()
+    for is_sigmoid in (False, True):
+        with choose("triton"):
+            ids, _ = experts.route(logits, 3, RoutingRule(is_sigmoid=is_sigmoid))
+        assert (ids >= 0).all()
+        assert (ids < 5).all()
 
 
 @pytest.mark.parametrize(
@@ -353,7 +378,13 @@ def test_weights_that_disagree_are_refused(change: dict[str, Tensor]) -> None:
 )
 def test_a_choice_that_cannot_be_made_is_refused(logits: Tensor, num_chosen: int) -> None:
     with refused(ShapeError):
-        experts.route(logits, num_chosen, is_normalised=True)
+        experts.route(logits, num_chosen, RoutingRule())
+
+
+def test_a_bias_or_scales_of_other_experts_are_refused() -> None:
+    for rule in (RoutingRule(bias=torch.zeros(5)), RoutingRule(expert_scales=torch.zeros(7))):
+        with refused(ShapeError):
+            experts.route(torch.zeros(2, 6), 2, rule)
 
 
 REAL: dict[str, dict[str, Any]] = {
@@ -408,7 +439,7 @@ def test_on_the_gpu_a_captured_graph_sees_new_routes(num_tokens: int) -> None:
     logits = torch.randn(num_tokens, 64, device="cuda", dtype=torch.bfloat16)
 
     def step() -> Tensor:
-        ids, weights = experts.route(logits, 4, is_normalised=True)
+        ids, weights = experts.route(logits, 4, RoutingRule())
         return experts.compute_experts(case["x"], ids, weights, case["experts"])
 
     step()

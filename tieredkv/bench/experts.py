@@ -25,7 +25,7 @@ from tieredkv.engine.experts import find_experts
 from tieredkv.engine.loader import FoundModel, find_model
 from tieredkv.errors import ConfigError
 from tieredkv.kernels import experts, reference
-from tieredkv.kernels.expert_layout import Experts
+from tieredkv.kernels.expert_layout import Experts, RoutingRule
 from tieredkv.types import Progress, tracked
 
 GPU_TOKENS = [1, 2, 8, 32, 128, 512, 2048, 8192]
@@ -97,7 +97,7 @@ def _measure(
     num_experts, expert_weights = len(down), gate_up[0].numel() + down[0].numel()
     x = torch.randn(num_tokens, gate_up.shape[2], dtype=down.dtype, device=down.device)
     logits = torch.randn(NUM_ROUTES, num_tokens, num_experts, device=down.device)
-    routes = [experts.route(each, num_chosen, is_normalised=True) for each in logits]
+    routes = [experts.route(each, num_chosen, RoutingRule()) for each in logits]
 
     def compute(index: int) -> Tensor:
         own = layers[index % len(layers)]
