@@ -130,7 +130,7 @@ def choose_tiling(num_pairs: int, num_experts: int, element_bytes: int) -> Tilin
     if element_bytes > 2:
         return EXACT
     mean_rows = num_pairs / num_experts
-    if mean_rows <= 8:  # of a mean of 8, one expert in 200 has more than 16
+    if mean_rows <= 8:  # of a mean of 8, one expert in 270 has more than 16
         return NARROW
     if mean_rows <= 24:
         return MIDDLE
