@@ -28,7 +28,8 @@ def find_experts(module: nn.Module) -> Experts | None:
     Nothing is copied.
     """
     layer: Any = module
-    if not layer.has_gate or layer.has_post_expert_norm or (gate := _find_gate(layer)) is None:
+    is_normed = getattr(layer, "has_post_expert_norm", False)  # unknown to transformers 5.17
+    if not layer.has_gate or is_normed or (gate := _find_gate(layer)) is None:
         return None
     gate_up, down = layer.gate_up_proj.data, layer.down_proj.data
     if layer.is_transposed:

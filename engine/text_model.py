@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, apply_renamings
+from transformers.core_model_loading import WeightRenaming
 
 from tieredkv.engine.checkpoint import refused, refusing
 from tieredkv.engine.quantized import CONFIG_FIELDS, Tensors
@@ -137,7 +137,10 @@ def split_tensors(
     text: Tensors = {}
     others = []
     for key, tensor in tensors.items():
-        heads = {_head(it, parent) for it in (key, apply_renamings(key, renamings))}
+        new = key
+        for renaming in renamings:
+            new, _ = renaming.rename_source_key(new)
+        heads = {_head(key, parent), _head(new, parent)}
         if heads & beside or ignored.search(key):
             others.append(key)
             continue
