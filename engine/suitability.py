@@ -30,8 +30,9 @@ logger = logging.getLogger(__name__)
 
 TESTED_MODEL_TYPES = frozenset(
     {
-        *("cohere2", "exaone4", "gemma3_text", "gemma4_text", "gemma4_unified_text", "gpt_oss"),
-        *("laguna", "llama", "mellum", "mistral", "olmo3", "qwen2", "qwen3", "qwen3_moe"),
+        *("cohere2", "deepseek_v2", "exaone4", "gemma3_text", "gemma4_text"),
+        *("gemma4_unified_text", "glm4_moe", "glm4_moe_lite", "gpt_oss", "laguna", "llama"),
+        *("mellum", "mistral", "mistral4", "olmo3", "qwen2", "qwen3", "qwen3_moe"),
     }
 )
 """Types that answer as transformers generates (`tests/engine/test_family_answers.py`)."""

@@ -48,6 +48,25 @@ GEMMA_3 = {
     "tie_word_embeddings": True,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.8,
+    "norm_topk_prob": True,
+}
+LATENT = ROUTED | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+}
 TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": (
         "cohere2",
@@ -57,6 +76,27 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
             "logit_scale": 0.25,
             "rope_parameters": rope(5e4),
             "head_dim": 16,
+        },
+    ),
+    "deepseek_v2 lite": (
+        "deepseek_v2",
+        LATENT
+        | {
+            "q_lora_rank": None,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": False,
+            "topk_method": "greedy",
+            "rope_parameters": rope(
+                1e4,
+                "yarn",
+                factor=4.0,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                mscale=0.707,
+                mscale_all_dim=0.707,
+                original_max_position_embeddings=64,
+            ),
         },
     ),
     "exaone4": (
@@ -102,6 +142,17 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 32,
         },
     ),
+    "glm4_moe": (
+        "glm4_moe",
+        ROUTED
+        | {
+            "attention_bias": True,
+            "head_dim": 16,
+            "rope_parameters": rope(1e6, partial_rotary_factor=0.5),
+            "use_qk_norm": True,
+        },
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", LATENT | {"rope_parameters": rope(1e6)}),
     "gpt_oss": (
         "gpt_oss",
         {
@@ -160,6 +211,24 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
                 F: rope(5e5, "yarn", factor=4.0, original_max_position_embeddings=64),
                 S: rope(1e4),
             },
+        },
+    ),
+    "mistral4": (
+        "mistral4",
+        LATENT
+        | {
+            "n_shared_experts": 1,
+            "rope_parameters": rope(
+                1e4,
+                "yarn",
+                factor=4.0,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                mscale=1.0,
+                mscale_all_dim=1.0,
+                original_max_position_embeddings=64,
+                llama_4_scaling_beta=0.1,
+            ),
         },
     ),
     "mistral in a window": ("mistral", {"sliding_window": 48, "head_dim": 16}),
