@@ -1,5 +1,7 @@
 """What a running engine reports: how full its tiers are, its counters, and the rates it learnt."""
 
+from typing import Any
+
 from tieredkv.cache.operations import Operations
 from tieredkv.engine.scheduler import Scheduler
 from tieredkv.engine.step_timer import StepTimer
@@ -14,7 +16,7 @@ class TierStats:
         self._operations, self._scheduler, self._timer = operations, scheduler, timer
         self._max_model_len = max_model_len
 
-    def read(self) -> dict[str, object]:
+    def read(self) -> dict[str, Any]:
         """Return blocks and bytes of each tier, what is owed to the disk, and the counters."""
         stats, scheduler = self._operations.stats(self._max_model_len), self._scheduler
         stats["counters"] |= {

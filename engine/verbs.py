@@ -5,6 +5,7 @@ rest of each verb, and finds out which blocks are meant: the engine lists its bl
 the blocks of chains. To an operator a block is called by its name in the store.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import cast
@@ -100,13 +101,27 @@ class Verbs:
         """Carry out the part of a verb that concerns VRAM and host memory."""
         match call:
             case Df():
-                return self._tier_stats.read()
+                return (yield from self._df())
             case Ls():
                 yield from self._operations.list_blocks()
                 return {}
             case EvictFilter():
                 return (yield from self._evict(call))
         raise AssertionError(f"`{call.verb}` does not concern the engine")
+
+    def _df(self) -> Answer:
+        """Tell how full the tiers are; pages of layers with windows stand beside the blocks."""
+        counts = Counter[Tier]()
+        if self._model.anchor_needs is not None:
+            counts = yield from self._operations.window_pages()
+        stats = self._tier_stats.read()
+        for tier in Tier.DEVICE, Tier.HOST:
+            if (of_tier := stats.get(tier)) is not None:
+                num_pages = min(counts[tier], of_tier["blocks"])
+                of_tier["blocks"] -= num_pages
+                of_tier["window_pages"] = num_pages
+                of_tier["window_bytes"] = num_pages * self._operations.bytes_in(tier)
+        return stats
 
     def _evict(self, wanted: EvictFilter) -> Answer:
         """Drop copies, or begin to move blocks down; a dry run only counts them.
@@ -131,7 +146,7 @@ class Verbs:
             down = operations.send_down(is_wanted, Tier(wanted.to), is_dry=wanted.dry_run)
             num_blocks, num_refused = yield from down
             refused = {"refused_blocks": num_refused}
-            freed_bytes = num_blocks * operations.vram_bytes
+            freed_bytes = num_blocks * operations.bytes_in(Tier.DEVICE)
         else:
             in_ram = (Tier.DEVICE, Tier.HOST)
             only = [tier for tier in in_ram if wanted.concerns(tier)] if wanted.tiers else None

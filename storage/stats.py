@@ -51,6 +51,7 @@ class StoreStats(TierFigures, frozen=True, kw_only=True):
 
     Attributes:
         blocks, bytes_live: stored blocks and their payload, expired ones not yet swept included.
+        window_pages, window_bytes: those of them that are pages of layers with windows.
         bytes_files: what all files occupy (`st_blocks`), index included.
         bytes_index: what everything but the segment files occupies.
         bytes_pending: extents lent or waiting to be erased.
@@ -79,6 +80,8 @@ class StoreStats(TierFigures, frozen=True, kw_only=True):
         lifetimes: how long blocks are kept.
     """
 
+    window_pages: int = 0
+    window_bytes: int = 0
     bytes_index: int = 0
     bytes_pending: int = 0
     bytes_written_ever: int = 0

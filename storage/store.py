@@ -533,13 +533,16 @@ class Store:
                 find out than the other figures.
         """
         with self._index.reading() as txn:
-            totals, noted, counts = txn.meta.totals, txn.meta.bytes_written, txn.meta.lifetimes
+            totals, windows, noted = txn.meta.totals, txn.meta.windows, txn.meta.bytes_written
+            counts = txn.meta.lifetimes
         files, space, use, packing = self._files, self._space, self._key_use, self.packing
         other_bytes = space.overhead_bytes + space.headroom_bytes
         sizes = {"budget_bytes": space.budget_bytes, "other_bytes": other_bytes}
         return StoreStats(
             blocks=totals.num_blocks,
             bytes_live=totals.payload_bytes,
+            window_pages=windows.num_blocks,
+            window_bytes=windows.payload_bytes,
             bytes_files=space.occupied_bytes,
             bytes_index=space.overhead_bytes,
             bytes_budget=space.budget_bytes,

@@ -164,6 +164,15 @@ def layout_of(kv: KVSpec) -> str:
     return f"{LAYOUT} windows {windows}" if windows else LAYOUT
 
 
+def windows_of(layout: str) -> list[int]:
+    """Return the windows of the further pages of a block; none of a layout that is not known."""
+    _, _, windows = layout.partition(f"{LAYOUT} windows ")
+    try:
+        return msgspec.json.decode(windows, type=list[int]) if windows else []
+    except msgspec.MsgspecError:
+        return []
+
+
 def num_shared(some: Sequence[BlockHash], others: Sequence[BlockHash]) -> int:
     """Count the blocks that two chains share; equal hashes mean equal blocks before them."""
     shortest = range(min(len(some), len(others)))

@@ -192,6 +192,11 @@ class BlockRecord(msgspec.Struct, frozen=True, array_like=True):
     page_form: int = 0
 
 
+def window_blocks(window: int, block_size: int) -> int:
+    """Return of how many of the last blocks before a token a window may reach some tokens."""
+    return -(-(window - 1) // block_size)
+
+
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total) now and then during long work; an unknown total is 0."""
 

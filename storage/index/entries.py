@@ -85,6 +85,7 @@ class Meta(msgspec.Struct):
         faults: cache faults by reason.
         lifetimes: what was written lately, and the ages of blocks that were evicted.
         num_encrypted: how many of the blocks are encrypted.
+        windows: how much of the totals is pages of layers with windows.
     """
 
     format: int = 0
@@ -96,6 +97,7 @@ class Meta(msgspec.Struct):
     faults: dict[_Reason, Counted] = {}
     lifetimes: LifetimeCounts = msgspec.field(default_factory=LifetimeCounts)
     num_encrypted: Counted = 0
+    windows: Totals = Totals(0, 0)
 
 
 Value = TypeVar("Value")

@@ -117,7 +117,8 @@ def _fill(
     with parts.index.reading() as old:
         segments = (known := _known_segments(parts, old)) | unknown
         with draft.writing() as txn:
-            txn.meta = replace(old.meta, format=FORMAT_VERSION, totals=Totals(0, 0))
+            txn.meta = replace(old.meta, format=FORMAT_VERSION)
+            txn.meta.totals = txn.meta.windows = Totals(0, 0)
             txn.meta.num_encrypted, txn.meta.needs_rebuild = 0, False
             if fault:
                 txn.meta.faults["index"] = txn.meta.faults.get("index", 0) + 1

@@ -409,6 +409,8 @@ class IndexTxn:
         namespace = located.record.namespace
         self._new_blocks[namespace] += sign
         self._new_bytes[namespace] += sign * located.payload_bytes
+        if located.record.kind:
+            self.meta.windows = self.meta.windows.plus(sign, sign * located.payload_bytes)
         if is_encrypted(located.codec):
             self._new_encrypted[scope_of(located.record)] += sign
 
@@ -463,7 +465,8 @@ class IndexTxn:
         for name in NAMES:
             if name != "meta":
                 self._txn.drop(self._dbs[name], delete=False)
-        self.meta.totals, self.meta.num_encrypted = Totals(0, 0), 0
+        self.meta.totals = self.meta.windows = Totals(0, 0)
+        self.meta.num_encrypted = 0
         self.meta.needs_rebuild = False
 
     def _orders_of(self, tenant: bytes) -> Iterator[bytes]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from tests.engine.test_families import FAMILIES, make_config, write_checkpoint
 from tests.levels import few
 from tieredkv import LLM, SamplingParams
+from tieredkv.cache.tail import anchor_pages
 from tieredkv.types import BlockHash, Tier
 
 BLOCK = 16
@@ -206,16 +208,48 @@ def test_random_histories_in_small_tiers_give_the_tokens_of_cold_prompts(
     assert bool(num_cached[Tier.DISK]) == has_disk
 
 
+def check_listed(chains: list[Any]) -> list[Any]:
+    """Verify what `ls` tells of two chains; return them, the longer one first."""
+    first, second = sorted(chains, key=lambda it: -int(it["blocks"]))
+    assert (first["blocks"], second["blocks"]) == (12, 6)
+    return [first, second]
+
+
+def check_anchors(chain: list[Any]) -> None:
+    """Verify at which blocks of the longer chain `inspect` shows anchors."""
+    assert [block["position"] for block in chain] == [*range(12)]
+    assert [block["position"] for block in chain if block["is_anchor"]] == [9, 10, 11]
+
+
 def test_operators_see_chains_and_evict_them_with_their_pages(folder: Path, tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     with open_llm(folder, disk_dir=store, default_retention="24h") as llm:
         generate(llm, tokens(205, seed=8), n=1)
         generate(llm, tokens(100, seed=9), n=1)
+        size, num_pages = llm.core.kv_spec.block_bytes, anchor_pages(llm.core.kv_spec)
+        with ThreadPoolExecutor() as threads:
+
+            def ask(*arguments: str) -> Any:
+                asking = threads.submit(run_json, arguments[0], store, *arguments[1:])
+                while not asking.done():
+                    llm.core.step()
+                return asking.result()
+
+            [first, _] = check_listed(ask("ls")["chains"])
+            check_anchors(ask("inspect", first["id"])["chain"])
+            in_vram = ask("df")["device"]
+        assert (in_vram["blocks"], in_vram["window_pages"]) == (18, 2 * num_pages)
+        assert in_vram["window_bytes"] == 2 * num_pages * size
+        assert in_vram["bytes_live"] == in_vram["window_bytes"] + 18 * size
         flush(llm, Tier.DISK)
-    [first, second] = sorted(run_json("ls", store)["chains"], key=lambda it: -it["blocks"])
-    assert (first["blocks"], second["blocks"]) == (12, 6)
-    num_blocks = run_json("df", store)["disk"]["blocks"]
-    assert num_blocks > 18
+    [first, second] = check_listed(run_json("ls", store)["chains"])
+    check_anchors(run_json("inspect", store, first["id"])["chain"])
+    df = run_json("df", store, "-v")
+    [use], disk = df["namespaces"], df["disk"]
+    assert disk["blocks"] == use["blocks"] == 18
+    assert (disk["window_pages"], use["anchors"]) == (2 * num_pages, 2 * 3)
+    assert disk["window_bytes"] <= use["anchor_bytes"] == 2 * num_pages * size
+    num_blocks = disk["blocks"] + disk["window_pages"]
     gone = run_json("evict", store, first["id"], "-y")["evicted_blocks"]
     assert gone > 12
     gone += run_json("evict", store, second["id"], "-y")["evicted_blocks"]

@@ -124,7 +124,7 @@ def find_problems(txn: IndexTxn, allocator: ExtentAllocator) -> list[str]:
 
     expiry, lru = set(), set()
     owners: Counter[Extent] = Counter()
-    namespaces: dict[bytes, Totals] = {}
+    namespaces, windows = dict[bytes, Totals](), Totals(0, 0)
     for block_hash, located in txn.blocks():
         if located is None:
             problems.append(f"record {block_hash.hex()[:12]} fails its checksum")
@@ -135,6 +135,8 @@ def find_problems(txn: IndexTxn, allocator: ExtentAllocator) -> list[str]:
         owners[located.extent] += 1
         counted = namespaces.get(record.namespace, Totals(0, 0))
         namespaces[record.namespace] = counted.plus(1, located.payload_bytes)
+        if record.kind:
+            windows = windows.plus(1, located.payload_bytes)
     for name, wanted in (("expiry", expiry), ("lru", lru)):
         if different := keys(name) ^ wanted:
             problems.append(f"{len(different)} keys of `{name}` do not match the records")
@@ -143,6 +145,8 @@ def find_problems(txn: IndexTxn, allocator: ExtentAllocator) -> list[str]:
     sums = [sum(each) for each in zip(*namespaces.values(), strict=True)] or [0, 0]
     if list(txn.meta.totals) != sums:
         problems.append(f"the counters say {txn.meta.totals}, the records {sums}")
+    if txn.meta.windows != windows:
+        problems.append(f"the counters say {txn.meta.windows} of windows, the records {windows}")
     return problems + _extent_problems(txn, allocator, owners, keys("free"))
 
 

@@ -148,6 +148,7 @@ def test_meta_counters_and_segments_are_as_described(databases: Databases) -> No
         "needs_rebuild": False,
         "faults": {},
         "num_encrypted": 0,
+        "windows": [0, 0],
     }
     assert list(map(msgspec.msgpack.decode, databases["namespaces"].values())) == [totals]
     [(segment, state)] = databases["segments"].items()

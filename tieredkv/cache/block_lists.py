@@ -18,7 +18,7 @@ from tieredkv.tier import BlockNames
 PART_BLOCKS = 512
 """Told of in one message."""
 
-_COPIED = ("position", "hits", "computed_at", "last_used", "pinned_until")
+_COPIED = ("position", "part", "num_parts", "hits", "computed_at", "last_used", "pinned_until")
 
 
 def list_blocks(tiers: Tiers, names: BlockNames) -> Generator[dict[str, Any], None, None]:
@@ -44,6 +44,7 @@ def _part(
         rows[name] = np.array(digests, "V32").view(field.base).reshape(-1, *field.shape)
     for name in _COPIED:
         rows[name] = list(map(attrgetter(name), entries))
+    rows["page_kind"] = list(map(attrgetter("kind"), entries))
     rows["hash_bytes"], rows["size_bytes"] = len(hashes[0]), tiers.payload_bytes
     rows["expires_at"] = catalog.deadlines(entries)
     of_claims = {entry.claims: entry for entry in entries}

@@ -141,10 +141,22 @@ class Operations:
         """Return the time by which blocks expire."""
         return self._tiers.clock.now()
 
-    @property
-    def vram_bytes(self) -> int:
-        """Bytes of one block in VRAM."""
-        return self._tiers.vram_bytes
+    def window_pages(self) -> Pieces[Counter[Tier]]:
+        """Count the pages of layers with windows in VRAM and host memory.
+
+        Pages that come or go meanwhile may be counted or not.
+        """
+        counts = Counter[Tier]()
+        for entries in cut(self._tiers.catalog.entries(), SCANNED_BLOCKS):
+            pages = [entry.block_hash for entry in entries if entry.kind]
+            for tier, pool in self._tiers.pools.items():
+                counts[tier] += len(pages) - pool.find(pages).count(None)
+            yield
+        return counts
+
+    def bytes_in(self, tier: Tier) -> int:
+        """Return the bytes of one block or page in VRAM or host memory."""
+        return self._tiers.bytes_in[tier]
 
     def stats(self, max_model_len: int) -> dict[str, Any]:
         """Return what the engine reports of the tiers: sizes, counters, and what it has learnt.

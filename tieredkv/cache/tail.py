@@ -17,7 +17,7 @@ from tieredkv.cache.groups import KVGroup
 from tieredkv.errors import IntegrityError
 from tieredkv.hashing import page_hash
 from tieredkv.pieces import PIECE_BLOCKS, Pieces, cut
-from tieredkv.types import BlockHash, HashAlgo, KVSpec
+from tieredkv.types import BlockHash, HashAlgo, KVSpec, window_blocks
 
 NO_PAGE = Block(0)
 """Stands in a table where the request holds no page."""
@@ -55,7 +55,7 @@ def tail_kinds(spec: KVSpec) -> list[TailKind]:
     num_parts, made = Counter(kind.window or 0 for kind in kinds), list[TailKind]()
     for kind in kinds:
         window = kind.window or 0
-        num_blocks = -(-(window - 1) // spec.block_size)
+        num_blocks = window_blocks(window, spec.block_size)
         group = 1 + windows.index(window)
         made.append(TailKind(num_blocks, group, parts[window], num_parts[window]))
         parts[window] += 1

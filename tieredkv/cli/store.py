@@ -67,6 +67,10 @@ def df(store: Control, verbose: bool) -> Answer:
     While the server is stopped, only the disk tier holds anything. A stopped store is looked at and
     not changed; the exit code is 1 if it needs repair.
 
+    A model whose layers have sliding windows keeps pages of these beside the blocks, for places
+    where later requests may go on. `window pages` and `of windows` are their number and their part
+    of `live`; with -v, `anchors` is the number of such places on disk.
+
     The second table has a row for each retention policy of blocks on disk. `expected` is the age at
     which blocks will leave the disk on average, at the write rate of the last one to two hours.
     `evicted` and `expired` count the blocks of the last one to two days. 1 % of the evicted ones
@@ -84,6 +88,12 @@ def df(store: Control, verbose: bool) -> Answer:
         sizes = {key: stats.get(f"bytes_{key}") for key in SIZES}
         shown = {key: None if size is None else format_bytes(size) for key, size in sizes.items()}
         rows.append({"tier": tier, "blocks": stats.get("blocks"), **shown})
+    if any((answer.get(tier) or {}).get("window_pages") for tier in Tier):
+        for tier, row in zip(Tier, rows, strict=True):
+            stats = answer.get(tier) or {}
+            num_bytes = stats.get("window_bytes")
+            row["window pages"] = stats.get("window_pages")
+            row["of windows"] = None if num_bytes is None else format_bytes(num_bytes)
     disk = answer["disk"] or {}  # a server may have none
     if disk.get("is_compressing"):
         ratio, rates = disk["compression_ratio"], ("compression_rate", "decompression_rate")
@@ -122,6 +132,10 @@ def df(store: Control, verbose: bool) -> Answer:
         }
         for use in answer.get("namespaces", ())
     ]
+    if any(use.get("anchor_bytes") for use in answer.get("namespaces", ())):
+        for row, use in zip(uses, answer["namespaces"], strict=True):
+            row["anchors"] = use.get("anchors")
+            row["of windows"] = format_bytes(use.get("anchor_bytes", 0))
     more = [(_rows_of(lifetimes or Lifetimes()), 1), (uses, 3)]
     return with_needs(Answer(answer, rows, lines, texts=1, more=more), answer)
 

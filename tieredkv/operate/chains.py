@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tieredkv.operate.chain_ids import named_blocks
+from tieredkv.operate.models import AnchorNeeds, KnownModels
 from tieredkv.operate.table import Blocks, BlockTable, places_named
 
 Places = NDArray[np.int32]
@@ -125,6 +126,28 @@ class Chains:
     def pages_of(self, blocks: Blocks) -> Blocks:
         """Return the further pages of some blocks."""
         return self.pages[np.isin(self.pages["parent_key"], blocks["key"])]
+
+    def anchor_needs(self, models: KnownModels) -> list[AnchorNeeds | None]:
+        """Return for each of `kinds` what its model needs where a request is to go on."""
+        known = [models.of(kind.root, kind.namespace) for kind in self.kinds]
+        return [None if model is None else model.anchor_needs for model in known]
+
+    def anchors(self, needs: Sequence[AnchorNeeds | None]) -> Mask:
+        """Return behind which blocks all pages of windows are there that a request needs.
+
+        Args:
+            needs: of the model of each of `kinds`; None where it has no windows.
+        """
+        kinds, positions = self.blocks["kind"], self._positions
+        num_blocks, num_pages = np.array([it or (0, 0) for it in needs], int).reshape(-1, 2).T
+        has_block = np.isin(self.pages["parent_key"], self._keys)
+        owners = np.searchsorted(self._keys, self.pages["parent_key"][has_block])
+        counts = np.bincount(owners, minlength=len(self))
+        is_whole = counts >= num_pages[kinds]
+        tops = self._tops(~is_whole)  # where the blocks before each one begin that are whole
+        num_whole = positions - positions[tops].astype(int) + is_whole[tops]
+        is_enough = num_whole >= np.minimum(num_blocks[kinds], positions.astype(int) + 1)
+        return np.asarray(is_whole & is_enough & (num_pages[kinds] > 0))
 
     def totals(self, values: NDArray[Any], combine: np.ufunc, dtype: type[Any]) -> NDArray[Any]:
         """Combine a value of each block over whole chains.

@@ -65,6 +65,8 @@ class BlockInfo(msgspec.Struct, frozen=True, kw_only=True):
         retention: the longest retention policy that asked for it.
         expires_at: unreachable in every tier from this moment on.
         pinned_until: until then it is evicted last; 0.0 without a pin.
+        is_anchor: whether all pages of windows are in the tiers that a request needs to go on
+            behind this block; not told of a model without windows, which needs none.
     """
 
     block_hash: str
@@ -82,3 +84,4 @@ class BlockInfo(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: float
     pinned_until: float = 0.0
     hits: int
+    is_anchor: bool | msgspec.UnsetType = msgspec.UNSET

@@ -1,7 +1,7 @@
 """`inspect`: a chain block by block, or what the tiers have of a prompt.
 
 The blocks before a block are found by the names in the records, so that no walk over the index is
-needed. A walk is needed to find the blocks behind one.
+needed. A walk is needed to find the blocks behind one, and the pages of layers with windows.
 """
 
 from collections.abc import Iterable, Sequence
@@ -131,7 +131,32 @@ class Inspect(Verb, frozen=True, kw_only=True, tag="inspect"):
             known = _climb(starts_in(following), worker, in_ram)
         if not known:
             raise UnknownIdError(f"no chain has the id `{self.id}`\nhint: {ID_HINT}")
+        return _with_anchors(known, worker, in_ram)
+
+
+def _with_anchors(known: Known, worker: Worker, in_ram: "RamRecords") -> Known:
+    """Tell which blocks are anchors, where their model has windows.
+
+    To find the pages on disk takes a look at every block.
+    """
+    from tieredkv.operate.ram import chains_of  # these load NumPy
+    from tieredkv.operate.table import START_BYTES, starts_in
+
+    models = worker.models()
+    owners = {(info.root, info.namespace) for info in known.values()}
+    found = {it: models.of(*map(bytes.fromhex, it)) for it in owners}
+    if not any(model is not None and model.anchor_needs for model in found.values()):
         return known
+    chains, _ = chains_of(worker, in_ram)
+    starts = {*starts_in(chains.blocks[chains.anchors(chains.anchor_needs(models))])}
+
+    def told(info: BlockInfo) -> BlockInfo:
+        model = found[info.root, info.namespace]
+        if model is None or model.anchor_needs is None:
+            return info
+        return replace(info, is_anchor=bytes.fromhex(info.block_hash)[:START_BYTES] in starts)
+
+    return {name: told(info) for name, info in known.items()}
 
 
 def _roots(worker: Worker) -> dict[bytes, bytes]:

@@ -8,17 +8,31 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
-from tieredkv.hashing import ModelIdentity
+from tieredkv.hashing import ModelIdentity, windows_of
 from tieredkv.own_files import read_own, replace_own
+from tieredkv.types import window_blocks
 
 logger = logging.getLogger(__name__)
 
 NAME = "models.json"
 MOST_MODELS = 64
 MOST_BYTES = 1 << 20
+
+
+class AnchorNeeds(NamedTuple):
+    """What has to be there, besides the blocks, where a request is to go on behind a block.
+
+    Attributes:
+        num_blocks: of how many of the last blocks the pages of windows are needed.
+        num_pages: how many these are of each block.
+    """
+
+    num_blocks: int
+    num_pages: int
 
 
 class KnownModel(ModelIdentity, frozen=True, kw_only=True):
@@ -29,6 +43,13 @@ class KnownModel(ModelIdentity, frozen=True, kw_only=True):
     """
 
     name: str
+
+    @property
+    def anchor_needs(self) -> AnchorNeeds | None:
+        """What a request needs of the windows to go on; None of a model without windows."""
+        if not (windows := windows_of(self.layout)):
+            return None
+        return AnchorNeeds(window_blocks(max(windows), self.block_size), len(windows))
 
 
 class KnownModels:

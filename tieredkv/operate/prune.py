@@ -57,17 +57,20 @@ class Prune(Verb, frozen=True, kw_only=True, tag="prune"):
         in_ram = RamBlocks(worker.ask_engine(Ls()))
         if not in_ram.is_told:
             raise silent_engine()
-        blocks, kinds = living = table.unexpired(now)
-        names = [models.name_of(kind.root, kind.namespace) for kind in kinds]
-        in_use = np.array([self.model in ("", name) for name in names], bool)[blocks["kind"]]
-        chains = Chains(living)
+        chains = Chains(living := table.unexpired(now))
+        names = [models.name_of(kind.root, kind.namespace) for kind in living.kinds]
+        is_used = np.array([self.model in ("", name) for name in names], bool)
+        blocks, pages = chains.blocks, chains.pages
         has_parent = chains.has_parent() | in_ram.holds(blocks["parent_key"])
         is_first = (blocks["position"] > 0) & ~has_parent
         is_orphan = chains.following(is_first, in_ram.holds(blocks["key"]))
+        has_block = np.isin(pages["parent_key"], blocks["key"][~is_orphan])
+        has_block |= in_ram.holds(pages["parent_key"])
+        orphans = np.concatenate([blocks[is_orphan], pages[~has_block]])
         useless = {
             "expired": table.blocks[table.blocks["expires_at"] <= now],
-            "other_model": blocks[~in_use],
-            "orphan": blocks[in_use & is_orphan],
+            "other_model": living.blocks[~is_used[living.blocks["kind"]]],
+            "orphan": orphans[is_used[orphans["kind"]]],
         }
         by_reason, freed_bytes = dict[str, int](), 0
         keys_error = "" if self.dry_run else worker.one(Figures(), StoreFigures).lacks_keys
