@@ -8,6 +8,9 @@ MessagePack. A batch is an array; each event is a map, and its `type` is the nam
 
 The fields without a default are always there. This module knows no socket.
 
+Of a model whose layers have sliding windows, events with a `group_idx` are of anchors: places
+behind a block where a medium has all that the windows need, so that a request can go on there.
+
 Source: `vllm/distributed/kv_events.py` of vLLM 0.33.0.
 """
 
@@ -21,6 +24,9 @@ from tieredkv.types import Tier
 
 MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "STORAGE"}
 """What vLLM calls the tiers."""
+
+ANCHOR_GROUP = 1
+"""The `group_idx` of anchors. Events of the layers that attend to all tokens have none."""
 
 END_SEQ = (-1).to_bytes(8, "big", signed=True)
 """In the place of a batch's number: the end of a replay."""
@@ -40,6 +46,7 @@ class BlockStored(KVEvent):
         block_size: tokens of one block.
         lora_id, lora_name: None, as adapters are not served.
         medium: see `MEDIA`.
+        group_idx: None, or `ANCHOR_GROUP` of the anchor behind the only block.
     """
 
     block_hashes: list[bytes]
@@ -49,13 +56,15 @@ class BlockStored(KVEvent):
     lora_id: int | None
     medium: str | None
     lora_name: str | None
+    group_idx: int | None = None
 
 
 class BlockRemoved(KVEvent):
-    """Blocks that a medium has no more."""
+    """Blocks, or the anchors behind them, that a medium has no more."""
 
     block_hashes: list[bytes]
     medium: str | None
+    group_idx: int | None = None
 
 
 class AllBlocksCleared(KVEvent):
@@ -78,25 +87,27 @@ def seq_frame(seq: int) -> bytes:
 def events_of(changes: Iterable[Change], block_size: int) -> Iterator[BlockStored | BlockRemoved]:
     """Yield the events that tell of changes, in their order; neighbours of a kind share one."""
     last: BlockStored | BlockRemoved | None = None
-    for tier, block_hash, content in changes:
-        medium = MEDIA[tier]
+    for tier, block_hash, content, is_anchor in changes:
+        medium, group = MEDIA[tier], ANCHOR_GROUP if is_anchor else None
+        is_like_last = last is not None and (last.medium, last.group_idx) == (medium, group)
         event: BlockStored | BlockRemoved
         if content is None:
-            if isinstance(last, BlockRemoved) and last.medium == medium:
+            if isinstance(last, BlockRemoved) and is_like_last:
                 last.block_hashes.append(block_hash)
                 continue
-            event = BlockRemoved([block_hash], medium)
+            event = BlockRemoved([block_hash], medium, group)
         else:
             parent, tokens = content.parent_hash, array("I", content.token_ids).tolist()
             if (
                 isinstance(last, BlockStored)
-                and last.medium == medium
+                and is_like_last
+                and not is_anchor
                 and last.block_hashes[-1] == parent
             ):
                 last.block_hashes.append(block_hash)
                 last.token_ids += tokens
                 continue
-            event = BlockStored([block_hash], parent, tokens, block_size, None, medium, None)
+            event = BlockStored([block_hash], parent, tokens, block_size, None, medium, None, group)
         if last is not None:
             yield last
         last = event

@@ -124,6 +124,25 @@ def test_a_batch_is_as_vllm_writes_it() -> None:
     ]
 
 
+def test_anchors_have_events_of_their_own_group() -> None:
+    first, second = (stored(Tier.DEVICE, *each) for each in ((1,), (2, 1)))
+    changes = [
+        *(first, first._replace(is_anchor=True), second._replace(is_anchor=True), second),
+        *(removed(Tier.DEVICE, 3), removed(Tier.DEVICE, 4)._replace(is_anchor=True)),
+        *(removed(Tier.DEVICE, 5)._replace(is_anchor=True), removed(Tier.DEVICE, 6)),
+    ]
+    events = msgspec.to_builtins([*events_of(changes, SIZE)], builtin_types=(bytes,))
+    assert [(event["type"], event["block_hashes"], event.get("group_idx")) for event in events] == [
+        ("BlockStored", [block(1)], None),
+        ("BlockStored", [block(1)], 1),
+        ("BlockStored", [block(2)], 1),
+        ("BlockStored", [block(2)], None),
+        ("BlockRemoved", [block(3)], None),
+        ("BlockRemoved", [block(4), block(5)], 1),
+        ("BlockRemoved", [block(6)], None),
+    ]
+
+
 def test_every_field_is_one_of_vllms_and_none_that_it_needs_is_missing() -> None:
     with publishing() as (publisher, subscriber):
         publisher.publish([stored(Tier.DEVICE, 1), removed(Tier.DEVICE, 1)])

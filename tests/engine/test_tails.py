@@ -16,6 +16,7 @@ import pytest
 from tests.engine.test_families import FAMILIES, make_config, write_checkpoint
 from tests.levels import few
 from tieredkv import LLM, SamplingParams
+from tieredkv.cache.events import Change
 from tieredkv.cache.tail import anchor_pages
 from tieredkv.types import BlockHash, Tier
 
@@ -293,6 +294,82 @@ def test_what_no_layer_fills_of_a_page_keeps_nothing_of_what_was_there(tmp_path:
                 assert blocks[block.block_id, :first].any()
                 seen += 1
     assert seen
+
+
+class Announced:
+    """Follows the changes of the tiers of an engine.
+
+    Attributes:
+        blocks, anchors: what each tier has, as the changes tell.
+        num_ended: how many anchors have ended in some tier.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.blocks, self.anchors = (
+            {tier: set[BlockHash]() for tier in Tier} for _ in ("blocks", "anchors")
+        )
+        self.num_ended, self._llm = 0, llm
+        llm.core.parts.tiers.events.publish_to(self.take)
+
+    def take(self, changes: list[Change]) -> bool:
+        for tier, block_hash, content, is_anchor in changes:
+            held = (self.anchors if is_anchor else self.blocks)[tier]
+            assert (block_hash in held) == (content is None)
+            (held.add if content else held.remove)(block_hash)
+            self.num_ended += is_anchor and content is None
+        return True
+
+    def check(self, texts: list[list[int]]) -> None:
+        """Verify what each tier has where the prompts and answers of requests ended."""
+        tiers = self._llm.core.parts.tiers
+        tiers.events.flush()
+        tiers.events.check()
+        entries = {entry.block_hash: entry for entry in tiers.catalog.entries()}
+        pages = {block_hash for block_hash, entry in entries.items() if entry.kind}
+        for text in texts:
+            chain = self._llm.core._chains.make(self._llm.make_request(text, ONE), text)
+            assert chain.tail is not None
+            needed = chain.tail.needed(len(chain.hashes))
+            needs = chain.tail.hashes[needed.start : needed.stop]
+            for tier, pool in tiers.pools.items():
+                assert not self.blocks[tier] & pages
+                ready = [it is not None and it.is_ready for it in pool.find(needs)]
+                assert (chain.hashes[-1] in self.anchors[tier]) == all(ready)
+            if all((entry := entries.get(it)) and entry.is_on_disk for it in needs):
+                assert chain.hashes[-1] in self.anchors[Tier.DISK]
+
+
+ONE = SamplingParams(max_tokens=1)
+
+
+def test_events_tell_when_a_tier_has_all_pages_of_an_anchor(folder: Path, tmp_path: Path) -> None:
+    options = {"disk_dir": str(tmp_path / "store"), "default_retention": "24h"}
+    options |= {"kv_events": "on", "kv_events_endpoint": f"ipc://{tmp_path}/events"}
+    turn, texts = tokens(20, seed=30), list[list[int]]()
+    with open_llm(folder) as llm:
+        spec = llm.core.kv_spec
+        size = 2 * (20 + anchor_pages(spec) + 4 * len(spec.page_kinds)) * spec.block_bytes
+    sizes = {"device_size": size, "host_size": size}
+    with open_llm(folder, **options, **sizes, restore="load") as llm:
+        announced = Announced(llm)
+        for seed in range(31, 41):
+            prompt = tokens(205, seed=seed)
+            answer, _ = generate(llm, prompt)
+            texts += [prompt, (prompt + answer)[:216]]
+            announced.check(texts)
+        assert announced.num_ended
+        _, usage = generate(llm, texts[0] + turn)
+        assert usage.cached_tokens_by_tier[Tier.DISK]
+        announced.check(texts)
+        flush(llm, Tier.DISK)
+        announced.check(texts)
+        assert not announced.anchors[Tier.DEVICE] and announced.anchors[Tier.DISK]
+    with open_llm(folder, **options, **sizes, restore="load") as llm:
+        announced = Announced(llm)
+        _, usage = generate(llm, texts[-1] + turn)
+        assert usage.cached_tokens_by_tier[Tier.DISK]
+        announced.check(texts[-1:])
+        assert announced.anchors[Tier.DISK] and announced.anchors[Tier.DEVICE]
 
 
 def run_json(verb: str, store: str, *arguments: str) -> Any:

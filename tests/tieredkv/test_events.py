@@ -34,7 +34,8 @@ class Follower:
     def take(self, changes: list[Change]) -> bool:
         """Follow a batch."""
         self.changes += changes
-        for tier, block_hash, content in changes:
+        for tier, block_hash, content, is_anchor in changes:
+            assert not is_anchor
             if content is None:
                 self.held[tier].remove(block_hash)  # it was announced
                 continue

@@ -3,7 +3,7 @@
 Called by the engine's thread only.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from tieredkv.cache.block import Block
 from tieredkv.cache.catalog import Entry
@@ -15,7 +15,7 @@ from tieredkv.cache.miss_reasons import COMPUTED_SOONER
 from tieredkv.cache.tail import Tail
 from tieredkv.cache.tails import Tails
 from tieredkv.cache.tiers import Tiers
-from tieredkv.types import Tier
+from tieredkv.types import BlockHash, Tier
 
 STILL_ON_DISK = (None, COMPUTED_SOONER, "load_timeout")
 """Reasons of `Row.why_computed` for which the copy on disk is good; None of other blocks."""
@@ -45,6 +45,7 @@ class Completion:
             self._publish(chain, computed)
         if (tail := chain.tail) is not None:
             self._publish_pages(tail, [*self._tails.complete(tail, last)])
+            self._announce(tail, tail.kept_between(first, last))
             self._tails.pass_by(tail)
 
     def _publish(self, chain: Chain, computed: Sequence[int]) -> None:
@@ -76,6 +77,25 @@ class Completion:
     def publish_last(self, tail: Tail) -> None:
         """Keep the last pages of a request that ends, behind which another may go on."""
         self._publish_pages(tail, [*self._tails.last(tail)])
+        if (end := min(tail.num_done, len(tail.of.hashes))) > 0:
+            self._announce(tail, [end])
+
+    def announce_found(self, tail: Tail) -> None:
+        """Announce the anchors of an admitted request that are in the tiers already."""
+        if tail.of.token_ids is not None:
+            ends = {*tail.kept_between(0, len(tail.of.hashes)), tail.hit_end} - {0}
+            self._announce(tail, sorted(ends), tail.on_disk(self._tiers.clock.now()))
+
+    def _announce(
+        self, tail: Tail, ends: Sequence[int], on_disk: Collection[BlockHash] = ()
+    ) -> None:
+        """Announce anchors, some of whose pages the disk may have, or be known to have."""
+        get = self._tiers.catalog.get
+
+        def is_on_disk(page: BlockHash) -> bool:
+            return page in on_disk or ((entry := get(page)) is not None and entry.is_on_disk)
+
+        self._tiers.events.learn_anchors(tail, ends, is_on_disk)
 
     def _publish_pages(self, tail: Tail, computed: Sequence[int]) -> None:
         device, now = self._tiers.device, self._tiers.clock.now()

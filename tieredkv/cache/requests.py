@@ -244,6 +244,8 @@ class TieredCache:
         self._admitted[chain] = None
         self._promoter.end_prefetch(chain)
         self._tiers.events.learn(chain, 0, len(chain.hashes))
+        if tail is not None:
+            self._completion.announce_found(tail)
         return GRANTED
 
     def extend(self, chain: Chain, *, is_alone: bool = False) -> Admission:

@@ -200,6 +200,12 @@ class Tail(Chain):
         blocks = [*found, *self.kept_within(found.stop, len(self.of.hashes))]
         return [index for block in blocks for index in self.pages_of(block, block + 1)]
 
+    def kept_between(self, first: int, end: int) -> list[int]:
+        """Return behind how many blocks, more than `first` and up to `end`, requests may go on."""
+        interval = INTERVAL * self.num_needed * len(self.kinds)
+        numbers = range(first + 1, end + 1)
+        return [it for it in numbers if it in self.kept_ends or it % interval == 0]
+
     def begin(self, hit_end: int, num_blocks: int) -> None:
         """Begin tables of so many blocks for a request that goes on behind `hit_end` of them."""
         self.hit_end, self.num_done, self.first_held = hit_end, 0, 0
