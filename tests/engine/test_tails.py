@@ -18,7 +18,10 @@ from tests.levels import few
 from tieredkv import LLM, SamplingParams
 from tieredkv.cache.events import Change
 from tieredkv.cache.tail import anchor_pages
-from tieredkv.types import BlockHash, Tier
+from tieredkv.sizing.anchors import anchor_size
+from tieredkv.sizing.replay import Sizes, replay
+from tieredkv.traces import Request, Trace
+from tieredkv.types import BlockHash, Tier, ignore_progress
 
 BLOCK = 16
 
@@ -207,6 +210,34 @@ def test_random_histories_in_small_tiers_give_the_tokens_of_cold_prompts(
         assert llm.core.scheduler.num_preemptions or seed
     assert num_cached[Tier.DEVICE] and num_cached[Tier.HOST]
     assert bool(num_cached[Tier.DISK]) == has_disk
+
+
+@pytest.mark.parametrize("seed", few(range(4), 2))
+def test_a_replay_finds_what_the_engine_finds(folder: Path, seed: int) -> None:
+    requests, cached = list[Request](), list[int]()
+    with open_llm(folder, device_size="64MiB") as llm:
+        spec = llm.core.kv_spec
+        for number, prompt in enumerate(histories(seed)):
+            answer, usage = generate(llm, prompt, n=40)
+            cached.append(usage.cached_tokens)
+            text = prompt + answer[:-1]  # whose last token was not computed
+            made = llm.core._chains.make(llm.make_request(text, SamplingParams()), text)
+            ids = [int.from_bytes(block_hash, "big") for block_hash in made.hashes]
+            num_blocks = len(prompt) // BLOCK
+            requests.append(
+                Request(
+                    timestamp=number,
+                    input_length=len(prompt),
+                    output_length=len(answer),
+                    hash_ids=ids[:num_blocks],
+                    answer_hash_ids=ids[num_blocks:],
+                    block_tokens=BLOCK,
+                )
+            )
+    sizes = Sizes(token_bytes=spec.token_bytes, anchor=anchor_size(spec))
+    found = replay(Trace("served", requests, BLOCK), sizes, ignore_progress)
+    assert sum(cached) > 0
+    assert found["cached_tokens"] == sum(cached)
 
 
 def check_listed(chains: list[Any]) -> list[Any]:

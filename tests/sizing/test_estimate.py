@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,10 @@ def estimate(**changes: object) -> Estimate:
     return Estimate(rates, block_tokens=BLOCK_TOKENS, block_bytes=BLOCK_BYTES)
 
 
-def ttft_ms(*sources: Tier | None) -> float:
+def ttft_ms(*sources: Tier | None, pages: Sequence[Tier | None] = ()) -> float:
     """Return the time of one request that is alone."""
     one = estimate()
+    one.add_pages(pages, 0.0)
     one.add(sources, BLOCK_TOKENS * len(sources), 0.0)
     found = one.ttft_ms()
     assert found is not None
@@ -62,6 +64,17 @@ def test_a_faster_tier_answers_sooner() -> None:
         ttft_ms(*64 * [tier], None) for tier in (None, Tier.DISK, Tier.HOST, Tier.DEVICE)
     )
     assert device < host < disk < cold
+
+
+def test_pages_of_windows_are_loaded_before_the_blocks() -> None:
+    sources, block_ms = [*8 * [Tier.HOST], None], 1e3 * BLOCK_BYTES / 50e9
+    without = ttft_ms(*sources)
+    assert ttft_ms(*sources, pages=[Tier.DEVICE] * 10) == without
+    later = ttft_ms(*sources, pages=[Tier.HOST] * 10) - without
+    assert later == pytest.approx(10 * block_ms, abs=0.1)
+    assert ttft_ms(*sources, pages=[Tier.DISK]) > without
+    on_disk = [*64 * [Tier.DISK], None]
+    assert ttft_ms(*on_disk, pages=[Tier.DISK] * 10) > ttft_ms(*on_disk)
 
 
 def test_one_request_takes_what_the_planner_says() -> None:

@@ -58,7 +58,11 @@ def _size(name: str, default: str, what: str) -> Any:
     return click.option(f"--{name}", type=SizeOption(), default=default, metavar="SIZE", help=what)
 
 
-MODEL = click.option("--model", help="Model whose tokens are meant, as for `serve`.")
+MODEL = click.option(
+    "--model",
+    help="Model whose tokens are meant, as for `serve`. Its sliding windows are replayed, too,"
+    " unless --bytes-per-token is given.",
+)
 BLOCK_TOKENS = click.option(
     "--block-tokens",
     type=click.IntRange(min=1),
@@ -149,6 +153,9 @@ def replay(trace: Path, block_tokens: int | None, rates: Path | None, **options:
     For programs:
       zcat trace.jsonl.gz | tieredkv replay - --json
 
+    Of a model whose layers have sliding windows, a request goes on only where the tiers also have
+    the pages that the windows need there, which take room beside the blocks.
+
     Requests are served at the times of the trace, and moving a block takes no time. What they
     generate is not cached. Ctrl-C ends the replay with the figures so far, and exit code 1.
     """
@@ -205,7 +212,7 @@ def size(
 
     With --orders nothing of this is done. Instead it tells what one cache of each size would find
     with other orders of eviction than a server's, which is LRU, and what an order that knows the
-    future would, which is the most that there is to find.
+    future would, which is the most that there is to find. Windows are left out of this.
     """
     from tieredkv.bench import plots, raw
     from tieredkv.sizing import orders as comparing
@@ -251,14 +258,15 @@ def _sizes(options: dict[str, Any]) -> Any:
     from tieredkv.sizing.replay import Sizes
 
     told, model = options["bytes_per_token"], options["model"]
+    token_bytes, anchor = DEFAULT_TOKEN_BYTES, None
     if told is not None:
         token_bytes = parse_bytes(told)
     elif model is not None:
         from tieredkv.engine.loader import find_model
+        from tieredkv.sizing.anchors import anchor_size
 
-        token_bytes = find_model(model, dtype="bfloat16", device="cpu").kv_spec(16).token_bytes
-    else:
-        token_bytes = DEFAULT_TOKEN_BYTES
+        spec = find_model(model, dtype="bfloat16", device="cpu").kv_spec(16)
+        token_bytes, anchor = spec.token_bytes, anchor_size(spec)
     settings = load_settings(config_path=options["config_path"], environ={}).settings
     retention_s, idle_s = options["retention"], options["idle"]
     return Sizes(
@@ -269,6 +277,7 @@ def _sizes(options: dict[str, Any]) -> Any:
         idle_s=idle_s or math.inf,
         policies=() if retention_s or idle_s else settings.policies,
         token_bytes=token_bytes,
+        anchor=anchor,
     )
 
 

@@ -63,6 +63,17 @@ class Estimate:
         self.computed_sooner_tokens = 0
         self.busy_s = 0.0
 
+    def add_pages(self, sources: Sequence[Source], now: float) -> None:
+        """Have pages of windows loaded for a request that comes now, before its blocks."""
+        num_read = sources.count(Tier.DISK)
+        self._use(UP, num_read + sources.count(Tier.HOST), now)
+        self._use(READ, num_read, now)
+
+    def _use(self, link: int, num_blocks: int, now: float) -> None:
+        """Have a link move blocks once it is free."""
+        seconds = num_blocks * self._block_bytes / self._bytes_per_s[link]
+        self._free_at[link] = max(now, self._free_at[link]) + seconds
+
     def add(self, sources: Sequence[Source], num_tokens: int, now: float) -> None:
         """Estimate a request that comes now."""
         if not num_tokens:
@@ -96,9 +107,8 @@ class Estimate:
         self._ttft_s[slowest].append(split.done_s)
         num_sooner = len(in_host) + len(on_disk) - num_copied - num_read
         self.computed_sooner_tokens += num_sooner * self._block_tokens
-        for link, count in (UP, num_copied + num_read), (READ, num_read):
-            seconds = count * self._block_bytes / self._bytes_per_s[link]
-            self._free_at[link] = now + free[link] + seconds
+        self._use(UP, num_copied + num_read, now)
+        self._use(READ, num_read, now)
 
     def ttft_ms(self) -> dict[str, Any] | None:
         """Return the times as `ttft_ms` does."""

@@ -13,6 +13,7 @@ from tieredkv.cache.disk_link import EARLY_SHARE
 from tieredkv.cache.rate_file import SavedRates
 from tieredkv.errors import ConfigError
 from tieredkv.retention import RetentionPolicies, RetentionPolicy
+from tieredkv.sizing.anchors import Anchors, AnchorSize, most_room
 from tieredkv.sizing.disk import SimulatedClock, SimulatedDisk
 from tieredkv.sizing.estimate import Estimate
 from tieredkv.sizing.tiers import Capacity, SimulatedTiers, Source
@@ -48,7 +49,8 @@ class Sizes:
         retention_s, idle_s: how long a block is kept after it was computed, and after it was last
             used, by requests that name none of `policies`.
         policies: those that requests of a trace may name; none if all requests have one retention.
-        token_bytes: bytes of the keys and values of one token.
+        token_bytes: bytes of the keys and values of one token in the layers that attend to all.
+        anchor: what the layers with windows keep for an anchor; None if there are none.
         drain_timeout_s: as the setting of this name.
     """
 
@@ -59,6 +61,7 @@ class Sizes:
     idle_s: float = _DAY_S
     policies: Sequence[RetentionPolicy] = ()
     token_bytes: int = 131_072
+    anchor: AnchorSize | None = None
     drain_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -113,6 +116,7 @@ class Sizes:
             "retention_s": _finite(self.retention_s),
             "idle_s": _finite(min(self.idle_s, self.retention_s)),
             "bytes_per_token": self.token_bytes,
+            "bytes_per_anchor": self.anchor.num_bytes(self.token_bytes) if self.anchor else 0,
         }
 
 
@@ -164,15 +168,19 @@ class _Run:
         self._began_at = trace.requests[0].timestamp
         clock = SimulatedClock()
         self._disk = SimulatedDisk(capacity.disk, clock) if capacity.disk > 0 else None
+        anchor, size = sizes.anchor, trace.block_tokens
+        num_pages, most_pages = most_room(anchor, trace) if anchor is not None else (0, 0)
         self.tiers = SimulatedTiers(
             capacity,
             policies,
             self._disk,
             clock,
-            num_distinct=trace.num_distinct,
-            most_blocks=trace.most_blocks,
+            num_distinct=trace.num_distinct + num_pages,
+            most_blocks=trace.most_blocks + most_pages,
             until=trace.span_s,
         )
+        self._anchors = None if anchor is None else Anchors(anchor, self.tiers, size)
+        self.num_lacking = 0
         self.found, self.num_of = Counter[Source](), Counter[str]()
         self.num_requests = self.num_blocks = self.prompt_tokens = self.contiguous_tokens = 0
         self.span_s = self.wall_s = self.cpu_s = 0.0
@@ -186,13 +194,24 @@ class _Run:
                 if number % _TOLD_EVERY == 0:
                     progress("replaying", number, total)
                 now = (request.timestamp - self._began_at) / 1e3
-                hashes = cast("Sequence[BlockHash]", request.chain)  # opaque keys
                 name = self._name_of(request)
                 self.num_of[name] += 1
-                self._count(self.tiers.serve(hashes, now, self._claims[name]), request, now)
+                self._serve(request, now, self._claims[name])
         finally:
             self.wall_s = time.perf_counter() - began_at
             self.cpu_s = time.process_time() - cpu_began_at
+
+    def _serve(self, request: Request, now: float, claims: frozenset[str]) -> None:
+        """Serve a request, and count what it has found."""
+        if self._anchors is None:
+            hashes = cast("Sequence[BlockHash]", request.chain)  # opaque keys
+            self._count(self.tiers.serve(hashes, now, claims), request, now)
+            return
+        served = self._anchors.serve(request, now, claims)
+        self.num_lacking += served.num_lacking
+        if self._estimate is not None:
+            self._estimate.add_pages(served.page_sources, now)
+        self._count(served.sources, request, now)
 
     def _count(self, sources: list[Source], request: Request, now: float) -> None:
         size, found = self._trace.block_tokens, self.found
@@ -252,9 +271,12 @@ class _Run:
             document["computed_sooner_tokens"] = estimate.computed_sooner_tokens
             load = estimate.busy_s / self.span_s if self.span_s else None
             document["device_load"] = load and round(load, 4)
-        wall_s = max(self.wall_s, 1e-9)
+        wall_s, anchors = max(self.wall_s, 1e-9), self._anchors
         return document | {
+            "no_anchor_tokens": self.num_lacking * self._trace.block_tokens,
             "blocks": self.num_blocks,
+            "anchors": anchors.num_made if anchors is not None else 0,
+            "anchor_bytes": anchors.num_pages * block_bytes if anchors is not None else 0,
             "requests_per_s": round(self.num_requests / wall_s, 1),
             "blocks_per_s": round(self.num_blocks / wall_s),
             "core_share": round(self.cpu_s / wall_s, 3),
@@ -294,6 +316,10 @@ def described(document: Json) -> list[str]:
     for tier, count in document["by_tier"].items():
         lines.append(f"  {tier:<18}{tokens(count)}")
     lines += [f"prefilled           {tokens(document['prefilled_tokens'])}"]
+    if document["anchors"]:
+        lines.append(f"  without an anchor {tokens(document['no_anchor_tokens'])}")
+        computed = format_bytes(document["anchor_bytes"])
+        lines.append(f"anchors             {document['anchors']:,}, {computed} computed for them")
     for link, count in document["bytes_moved"].items():
         source, _, target = link.partition("_")
         lines.append(f"{source + ' to ' + target:<20}{format_bytes(count)}")

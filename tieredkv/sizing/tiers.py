@@ -80,7 +80,8 @@ class Life(msgspec.Struct, gc=False):
 class SimulatedTiers:
     """The tiers of a replay.
 
-    Invariants (`check`): those of the pools; a block has a life if, and only if, it is in a tier.
+    Invariants (`check`): those of the pools; a block has a life if, and only if, it is in a tier;
+    what is superseded has a life, and is not owed to the disk.
 
     Attributes:
         device, host: pools of VRAM and of host memory; the latter is None without host memory.
@@ -125,12 +126,16 @@ class SimulatedTiers:
         kept = int(min(capacity.device, enough))
         self.device = BlockPool(max(kept, most_blocks))
         self._off_device = list[BlockHash]()  # evicted from VRAM and not moved on yet
+        self._superseded = set[BlockHash]()
         self._num_beside, self._beside = self.device.num_blocks - kept, list[Block]()
         self.host = None
         if capacity.host > 0:
             self.host = BlockPool(
                 max(1, int(min(capacity.host, enough)) - self._reserve(capacity, kept))
             )
+        for pool in self.device, self.host:
+            if pool is not None:
+                pool.superseded = self._superseded
         self.disk, self._clock = disk, clock
         self._expired = dict[BlockHash, Life]()  # copies on disk that it has not dropped yet
         self._off_disk = dict[BlockHash, None]()  # evicted from disk by this request
@@ -151,6 +156,32 @@ class SimulatedTiers:
             return 0
         return min(capacity.reserve, kept // 4, int(capacity.host) // 2)
 
+    def begin(self, now: float) -> None:
+        """Let time pass until a request comes."""
+        self._now = self._clock.moment = now
+        if self._beside:
+            self.device.release(self._beside)
+            self._beside = []
+        if self._has_expiry:
+            self._expire()
+        if self.disk is not None:
+            self._hear()
+
+    def has(self, block_hash: BlockHash) -> bool:
+        """Return whether a tier has a block that has not expired."""
+        life = self._lives.get(block_hash)
+        return life is not None and (self._now < life.expires_at or self._is_in_ram(block_hash))
+
+    def supersede(self, hashes: Hashes) -> None:
+        """Have blocks evicted first and go to no slower tier, unless they are used again."""
+        known = [each for each in hashes if each in self._lives]
+        self._superseded.update(known)
+        for block_hash in known:
+            self._owed.pop(block_hash, None)
+        for pool in self.device, self.host:
+            if pool is not None:
+                pool.touch(known)
+
     def serve(self, hashes: Hashes, now: float, claims: frozenset[str]) -> list[Source]:
         """Serve a request: find its blocks, and compute and keep the others.
 
@@ -162,15 +193,8 @@ class SimulatedTiers:
         Returns:
             Where each block was.
         """
-        self._now = self._clock.moment = now
+        self.begin(now)
         device = self.device
-        if self._beside:
-            device.release(self._beside)
-            self._beside = []
-        if self._has_expiry:
-            self._expire()
-        if self.disk is not None:
-            self._hear()
         table = device.find(hashes)
         sources: list[Source] = [Tier.DEVICE] * len(hashes)
         missing = [i for i, block in enumerate(table) if block is None]
@@ -278,6 +302,8 @@ class SimulatedTiers:
     def _note_use(self, hashes: Hashes, found: Hashes, claims: frozenset[str]) -> None:
         """Note that blocks were used now, by a request with these claims, and which were found."""
         now, has_claimed = self._now, False
+        if self._superseded:
+            self._superseded.difference_update(hashes)
         on_disk: list[Life] = []
         for life in map(self._lives.__getitem__, found):
             life.last_used = now
@@ -341,11 +367,12 @@ class SimulatedTiers:
                 if page is not None and page.is_double:
                     page.is_double = False
                     host.touch([cast(BlockHash, page.block_hash)])
-        if self._bars_host:
+        if self._bars_host or self._superseded:
             tiers_of, entering, barred = self._policies.tiers, list[BlockHash](), list[Life]()
             for block_hash in absent:
                 life = lives[block_hash]
-                if Tier.HOST in tiers_of(life.claims):
+                is_superseded = block_hash in self._superseded
+                if Tier.HOST in tiers_of(life.claims) and not is_superseded:
                     entering.append(block_hash)
                 else:
                     barred.append(life)
@@ -373,7 +400,8 @@ class SimulatedTiers:
             if life.is_on_disk or in_device(life.block_hash) is not None:
                 continue
             self._owed.pop(life.block_hash, None)
-            (storing if life.expires_at > now else lost).append(life)
+            is_stored = life.expires_at > now and life.block_hash not in self._superseded
+            (storing if is_stored else lost).append(life)
         if lost:
             self._forget(lost)
         if storing:
@@ -515,6 +543,7 @@ class SimulatedTiers:
         self.ages[None].extend([now - life.computed_at for life in some])
         for life in some:
             del lives[life.block_hash]
+            self._superseded.discard(life.block_hash)
 
     def _is_in_ram(self, block_hash: BlockHash) -> bool:
         in_host = self.host is not None and self.host.lookup(block_hash) is not None
@@ -551,6 +580,7 @@ class SimulatedTiers:
         self._owed.pop(life.block_hash, None)
         self._note_expired(life)
         del self._lives[life.block_hash]
+        self._superseded.discard(life.block_hash)
         self.num_expired += 1
 
     def check(self) -> None:
@@ -561,6 +591,8 @@ class SimulatedTiers:
         for block_hash, life in self._lives.items():
             if not (self._is_in_ram(block_hash) or life.is_on_disk):
                 raise IntegrityError(f"block {block_hash!r} has a life, but is in no tier")
+        if not self._superseded <= self._lives.keys() or self._superseded & self._owed.keys():
+            raise IntegrityError("a block is superseded that is in no tier, or owed to the disk")
         for pool in self.device, self.host:
             for block in pool.evictable() if pool is not None else ():
                 if block.block_hash is None or block.block_hash not in self._lives:

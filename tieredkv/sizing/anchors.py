@@ -1,0 +1,184 @@
+"""The pages of layers with windows in a replay, and where they let requests go on.
+
+A request can go on behind blocks that it found only where the pages of the windows are there too:
+at an anchor. Such pages are kept where a prompt ends, where a recorded answer ends, and where a
+request leaves another one. Once a request has gone on, the earlier anchors of its chain are evicted
+first, but those where requests parted. A server also keeps pages at intervals, which are evicted
+first as well; they are not replayed.
+
+Pages are as large as a block of the trace. Where a window ends amid such a block, as many of its
+pages are kept as the window fills, the last one whole.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple, cast
+
+from tieredkv.cache.tail import SPARE_BLOCKS, tail_kinds
+from tieredkv.sizing.tiers import SimulatedTiers, Source
+from tieredkv.traces import Request, Trace
+from tieredkv.types import BlockHash, KVSpec
+
+SEVERAL = 2
+"""So many requests that went on from an anchor have it kept."""
+
+
+class AnchorSize(NamedTuple):
+    """What is kept for an anchor.
+
+    Attributes:
+        num_kinds: how many pages a block has beside its own.
+        needed_tokens: of how many of the last tokens a request needs pages to go on.
+        kept_tokens: of how many they are kept.
+    """
+
+    num_kinds: int
+    needed_tokens: int
+    kept_tokens: int
+
+    def num_bytes(self, token_bytes: int) -> int:
+        """Return the bytes of an anchor, if a token has so many in a page."""
+        return self.num_kinds * self.kept_tokens * token_bytes
+
+    def num_pages(self, num_tokens: int, block_tokens: int) -> int:
+        """Return how many pages of a block some of its tokens fill."""
+        return -(-self.num_kinds * min(num_tokens, block_tokens) // block_tokens)
+
+    def most_pages(self, block_tokens: int) -> int:
+        """Return how many pages an anchor has."""
+        starts = range(0, self.kept_tokens, block_tokens)
+        return sum(self.num_pages(self.kept_tokens - start, block_tokens) for start in starts)
+
+
+def anchor_size(spec: KVSpec) -> AnchorSize | None:
+    """Return what is kept for an anchor of a model; None if no layer has a window."""
+    if not (kinds := tail_kinds(spec)):
+        return None
+    num_blocks, size = max(kind.num_blocks for kind in kinds), spec.block_size
+    return AnchorSize(len(kinds), num_blocks * size, (num_blocks + SPARE_BLOCKS) * size)
+
+
+class Served(NamedTuple):
+    """Where a request has found what it used.
+
+    Attributes:
+        sources: of each block of its prompt and its answer; None of those that it computed.
+        page_sources: of each page of windows that it needed to go on.
+        num_lacking: how many more blocks of its prompt were there, without an anchor.
+    """
+
+    sources: list[Source]
+    page_sources: list[Source]
+    num_lacking: int
+
+
+class Anchors:
+    """Serves the requests of a replay from tiers that keep pages of windows, too.
+
+    Args:
+        size: what is kept for an anchor.
+        tiers: of the replay.
+        block_tokens: tokens of a block of the trace.
+
+    Attributes:
+        num_made: how many anchors were made.
+        num_pages: how many pages were computed for them.
+    """
+
+    def __init__(self, size: AnchorSize, tiers: SimulatedTiers, block_tokens: int) -> None:
+        self._size, self._tiers, self._block_tokens = size, tiers, block_tokens
+        # An anchor is known by the block before it, and so are the requests that went on there.
+        self._kept, self._num_continued = set[int](), Counter[int]()
+        self._num_users = Counter[BlockHash]()  # anchors for which a page is kept
+        self.num_made = self.num_pages = 0
+
+    def serve(self, request: Request, now: float, claims: frozenset[str]) -> Served:
+        """Serve a request; see `SimulatedTiers.serve`."""
+        tiers, chain = self._tiers, request.chain
+        tiers.begin(now)
+        prompt = cast("Sequence[BlockHash]", request.hash_ids)
+        num_there = next((i for i, it in enumerate(prompt) if not tiers.has(it)), len(prompt))
+        hit_end = min(num_there, (request.input_length - 1) // self._block_tokens)
+        needed_tokens, kept_tokens = self._size.needed_tokens, self._size.kept_tokens
+        while not all(tiers.has(page) for page, _ in self._pages(chain, hit_end, needed_tokens)):
+            hit_end -= 1
+        ends = self._ends(request, hit_end, num_there)
+        needed = dict(self._pages(chain, hit_end, needed_tokens))
+        pages_of = defaultdict[int, dict[BlockHash, None]](dict)  # by the place of their block
+        for page, index in needed.items():
+            pages_of[index][page] = None
+        for end in ends:
+            for page, index in self._pages(chain, end, kept_tokens):
+                if index >= hit_end or tiers.has(page):  # those before are not computed
+                    pages_of[index][page] = None
+        keys = list[BlockHash]()
+        for index, block in enumerate(cast("Sequence[BlockHash]", chain)):
+            keys += block, *pages_of[index]
+        found = dict(zip(keys, tiers.serve(keys, now, claims), strict=True))
+        self.num_pages += sum(found[page] is None for some in pages_of.values() for page in some)
+        self._keep(chain, ends)
+        sources = [found[each] for each in prompt[:hit_end]]
+        sources += [None] * (len(chain) - hit_end)
+        return Served(sources, [found[page] for page in needed], num_there - hit_end)
+
+    def _ends(self, request: Request, hit_end: int, num_there: int) -> set[int]:
+        """Return behind how many blocks a request makes anchors, or has them kept.
+
+        Args:
+            request: the request.
+            hit_end: behind how many blocks it goes on.
+            num_there: how many were there.
+        """
+        ends = {min(len(request.hash_ids), request.input_length // self._block_tokens)}
+        if request.answer_hash_ids:
+            ends.add(len(request.chain))
+        if hit_end:
+            last = request.hash_ids[hit_end - 1]
+            self._num_continued[last] += 1
+            if self._num_continued[last] >= SEVERAL:
+                ends.add(hit_end)
+        if num_there > hit_end:
+            self._num_continued[request.hash_ids[num_there - 1]] = SEVERAL
+            ends.add(num_there)
+        return ends - {0}
+
+    def _keep(self, chain: Sequence[int], ends: Collection[int]) -> None:
+        """Keep the anchors of a request, and have those evicted first that it has gone on past."""
+        kept_tokens, users = self._size.kept_tokens, self._num_users
+        for end in ends:
+            if (block := chain[end - 1]) not in self._kept:
+                self._kept.add(block)
+                self.num_made += 1
+                users.update(page for page, _ in self._pages(chain, end, kept_tokens))
+        passed = list[BlockHash]()
+        for end, block in enumerate(chain, start=1):
+            if block in self._kept and end not in ends and self._num_continued[block] < SEVERAL:
+                self._kept.remove(block)
+                for page, _ in self._pages(chain, end, kept_tokens):
+                    users[page] -= 1
+                    if not users[page]:
+                        del users[page]
+                        passed.append(page)
+        self._tiers.supersede(passed)
+
+    def _pages(
+        self, chain: Sequence[int], end: int, num_tokens: int
+    ) -> Iterator[tuple[BlockHash, int]]:
+        """Yield the pages of the last tokens before the end of some blocks, the last block's first.
+
+        Each one comes with the place of its block.
+        """
+        num_kinds = self._size.num_kinds
+        for index in reversed(range(end)):
+            if num_tokens <= 0:
+                return
+            for number in range(self._size.num_pages(num_tokens, self._block_tokens)):
+                page = -1 - chain[index] * num_kinds - number  # ids of blocks are not negative
+                yield cast(BlockHash, page), index
+            num_tokens -= self._block_tokens
+
+
+def most_room(size: AnchorSize, trace: Trace) -> tuple[int, int]:
+    """Return how many pages there are at most, of all requests of a trace and of one of them."""
+    of_one = 5 * size.most_pages(trace.block_tokens)  # it goes on from one, and has four kept
+    return min(size.num_kinds * trace.num_distinct, of_one * len(trace.requests)), of_one
