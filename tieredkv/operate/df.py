@@ -15,7 +15,7 @@ _TOLD_NAMESPACES = 10_000  # the largest, in one answer
 class Df(Verb, frozen=True, kw_only=True, tag="df"):
     """How many blocks and bytes each tier holds.
 
-    The pages of layers with windows do not count as blocks, but beside them.
+    The pages of layers with windows are counted apart from the blocks.
 
     Attributes:
         verbose: tell what each model holds on disk in each namespace, too.
