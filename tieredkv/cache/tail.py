@@ -187,9 +187,14 @@ class Tail(Chain):
         """Of how many of the last blocks before a place pages are kept."""
         return self.num_needed + SPARE_BLOCKS
 
+    @property
+    def interval(self) -> int:
+        """A place is kept at each multiple of so many blocks."""
+        return INTERVAL * self.num_needed * len(self.kinds)
+
     def kept_within(self, first: int, end: int) -> list[int]:
         """Return those of the blocks `[first, end)` whose pages later requests may need."""
-        reach, interval = self.reach, INTERVAL * self.num_needed * len(self.kinds)
+        reach, interval = self.reach, self.interval
         ends = {*self.kept_ends, *range(first - first % interval + interval, end + reach, interval)}
         return sorted({b for it in ends for b in range(max(first, it - reach), min(it, end))})
 
@@ -202,9 +207,8 @@ class Tail(Chain):
 
     def kept_between(self, first: int, end: int) -> list[int]:
         """Return behind how many blocks, more than `first` and up to `end`, requests may go on."""
-        interval = INTERVAL * self.num_needed * len(self.kinds)
         numbers = range(first + 1, end + 1)
-        return [it for it in numbers if it in self.kept_ends or it % interval == 0]
+        return [it for it in numbers if it in self.kept_ends or it % self.interval == 0]
 
     def begin(self, hit_end: int, num_blocks: int) -> None:
         """Begin tables of so many blocks for a request that goes on behind `hit_end` of them."""
