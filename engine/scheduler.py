@@ -360,6 +360,8 @@ class Scheduler:
             num_free = self.cache.num_free
             if request.asked.tenant in busy or not self.cache.is_settled(request.chain):
                 break
+            if self.cache.awaits(request.chain):
+                break
             if is_ahead and self._num_blocks(request) > num_free - len(self.running):
                 break
             if only_brief and self.waiting.num_to_compute(request) > self._most_brief:

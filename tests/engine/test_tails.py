@@ -134,6 +134,19 @@ def test_where_two_requests_part_a_third_one_goes_on(folder: Path) -> None:
     assert found == [(0, "never_seen"), (0, "no_anchor"), (96, "never_seen")]
 
 
+def test_of_requests_that_come_at_once_one_computes_what_they_share(folder: Path) -> None:
+    shared = tokens(200, seed=40)
+    prompts = [shared + tokens(40 + seed, seed=seed) for seed in (41, 42, 43)]
+    params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+    with open_llm(folder) as llm:
+        cold = [llm.generate([it], params, cache_salt=str(it[-1]))[0].token_ids for it in prompts]
+    with open_llm(folder) as llm:
+        answers = llm.generate(prompts, params)
+        llm.core.cache.check()
+    assert [answer.token_ids for answer in answers] == cold
+    assert [answer.usage.cached_tokens for answer in answers] == [0, 192, 192]
+
+
 def test_what_a_session_has_gone_on_past_leaves_first(folder: Path, tmp_path: Path) -> None:
     options = {"disk_dir": str(tmp_path / "store"), "default_retention": "24h"}
     with open_llm(folder, **options) as llm:

@@ -74,6 +74,12 @@ class Completion:
         ]
         self._note_computed(chain, entries, hashed)
 
+    def keep(self, tail: Tail, end: int) -> None:
+        """Have a running request keep its pages before `end`, up to which it has yet to compute."""
+        if end not in tail.kept_ends:
+            tail.kept_ends.add(end)
+            self._publish_pages(tail, [*self._tails.computed(tail, end - tail.reach)])
+
     def publish_last(self, tail: Tail) -> None:
         """Keep the last pages of a request that ends, behind which another may go on."""
         self._publish_pages(tail, [*self._tails.last(tail)])

@@ -17,6 +17,7 @@ Who owns a device block, by its state:
 Called by the engine's thread only.
 """
 
+import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -43,6 +44,7 @@ from tieredkv.cache.tails import Tails
 from tieredkv.cache.tiers import Tiers
 from tieredkv.cache.touches import Touches
 from tieredkv.errors import IntegrityError
+from tieredkv.hashing import num_shared
 from tieredkv.tier import OPERATOR, ControlRequest, Gone, Held, Restarted, TouchItem
 from tieredkv.types import BlockHash, Progress, Tier, ignore_progress
 
@@ -163,6 +165,30 @@ class TieredCache:
         """Return whether the disk has told what it has of a chain, or need not be waited for."""
         is_settled = self._lookups.is_settled(chain)
         return is_settled and (chain.tail is None or self._lookups.is_settled(chain.tail))
+
+    def awaits(self, chain: Chain) -> bool:
+        """Return whether a queued request had better wait for a running one.
+
+        In a model that has layers with windows it cannot go on behind blocks that another request
+        is computing, unless that one keeps its pages where the two part. It does so from now on. No
+        request waits for longer than it would compute these blocks itself.
+        """
+        if (tail := chain.tail) is None:
+            return False
+        now, size = time.monotonic(), self._tiers.block_size
+        if tail.waits_until is not None and now >= tail.waits_until:
+            return False
+        for other in self._admitted:
+            if other.tail is None:
+                continue
+            shared = min(num_shared(chain.hashes, other.hashes), tail.most_end)
+            if other.tail.num_done < shared and (found := len(self._hits.readable(chain))) < shared:
+                self._completion.keep(other.tail, shared)
+                if tail.waits_until is None:
+                    compute_s = self._tiers.compute_rate.seconds(found * size, shared * size)
+                    tail.waits_until = now + compute_s
+                return True
+        return False
 
     def num_held(self, chain: Chain) -> int:
         """Return how many blocks at the head of a chain need no computing; see `Hits`."""

@@ -117,6 +117,8 @@ class Tail(Chain):
             goes on where they do.
         found_end: the same, also once it has gone on there.
         kept_ends: numbers of blocks behind which later requests may go on.
+        waits_until: until when the request waits for what another one computes, in `monotonic` time;
+            None before it has waited.
         num_done: blocks before it are computed, or were passed.
         first_held: no page of a block before it is held.
     """
@@ -129,6 +131,7 @@ class Tail(Chain):
     junction: int = 0
     found_end: int = 0
     kept_ends: set[int] = field(default_factory=set)
+    waits_until: float | None = None
     num_done: int = 0
     first_held: int = 0
 

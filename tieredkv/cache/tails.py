@@ -164,7 +164,11 @@ class Tails:
     def last(self, tail: Tail) -> Iterator[int]:
         """Yield the last pages that a request has computed, behind which another may go on."""
         end = min(tail.num_done, len(tail.of.hashes))
-        for block in range(max(0, end - tail.reach), end):
+        return self.computed(tail, end - tail.reach)
+
+    def computed(self, tail: Tail, first: int) -> Iterator[int]:
+        """Yield the pages from block `first` on that a request has computed and not published."""
+        for block in range(max(0, first), min(tail.num_done, len(tail.of.hashes))):
             yield from self._private(tail, block)
 
     def _private(self, tail: Tail, block: int) -> Iterator[int]:
