@@ -191,7 +191,7 @@ def test_random_histories_in_small_tiers_give_the_tokens_of_cold_prompts(
     folder: Path, tmp_path: Path, seed: int, has_disk: bool
 ) -> None:
     prompts = histories(seed)
-    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=13, temperature=0, ignore_eos=True)
     with open_llm(folder, restore="compute", host_size="1MiB") as llm:
         cold = []
         for number, prompt in enumerate(prompts):
@@ -201,7 +201,7 @@ def test_random_histories_in_small_tiers_give_the_tokens_of_cold_prompts(
     with open_llm(folder) as llm:
         page = llm.core.kv_spec.block_bytes
         num_tails = len(llm.core.kv_spec.page_kinds) - 1
-    device_pages, host_pages = 24 + 11 * num_tails, 12 + 6 * num_tails
+    device_pages, host_pages = 22 + 10 * num_tails, 18 + 9 * num_tails
     sizes = {"device_size": device_pages * page, "host_size": host_pages * page}
     options: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 4}
     if has_disk:

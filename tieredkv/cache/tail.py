@@ -117,7 +117,7 @@ class Tail(Chain):
             goes on where they do.
         found_end: the same, also once it has gone on there.
         kept_ends: numbers of blocks behind which later requests may go on.
-        waits_until: until when the request waits for what another one computes, in `monotonic` time;
+        waits_until: until when it waits for what another request computes, in `monotonic` time;
             None before it has waited.
         num_done: blocks before it are computed, or were passed.
         first_held: no page of a block before it is held.
