@@ -182,7 +182,9 @@ class TieredCache:
             if other.tail is None:
                 continue
             shared = min(num_shared(chain.hashes, other.hashes), tail.most_end)
-            if other.tail.num_done < shared and (found := len(self._hits.readable(chain))) < shared:
+            if other.tail.num_done >= shared or other.tail.hit_end > shared - tail.reach:
+                continue  # it will not compute these pages
+            if (found := len(self._hits.readable(chain))) < shared:
                 self._completion.keep(other.tail, shared)
                 if tail.waits_until is None:
                     compute_s = self._tiers.compute_rate.seconds(found * size, shared * size)
