@@ -6,28 +6,26 @@ become views of the merged matrices, and computes what that model's own code com
 neither requests nor blocks, and leaves the choice of a kernel to `tieredkv.kernels`.
 """
 
-import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tieredkv.engine.attention import AttentionContext
 from tieredkv.engine.fused_experts import DenseMLP, SparseMLP
+from tieredkv.engine.known_parts import MAX_TABLE_BYTES, cos_sin_table, find_unknown_part
 from tieredkv.engine.merged_weights import Linear, merge_linears, merge_parameters
 from tieredkv.kernels import layers
+from tieredkv.kernels.checks import HeadNorms, NormStyle
 
 logger = logging.getLogger(__name__)
 
 _FAMILIES = ("gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-_MAX_TABLE_BYTES = 1 << 30
-_NUM_TABLE_ROWS = 1 << 14
-"""Positions whose cosines and sines are computed at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +33,13 @@ class _Layer:
     """Weights of one layer.
 
     Attributes:
-        head_norms: [2, head_dim], of queries and keys, where a family norms them.
+        head_norms: of queries and keys, where a family norms them.
         sinks: [num_heads], where a family has them; see `launch.paged_attention`.
     """
 
     input_norm: Tensor
     qkv: Linear
-    head_norms: Tensor | None
+    head_norms: HeadNorms | None
     sinks: Tensor | None
     attention_out: Linear
     mlp_norm: Tensor
@@ -87,11 +85,15 @@ class FusedModel:
         attention = whole.model.layers[0].self_attn
         fused = cls(
             embedding=whole.model.embed_tokens.weight.data,
-            layers=[_merge_layer(layer) for layer in whole.model.layers],
+            layers=[
+                _merge_layer(layer, float(config.rms_norm_eps)) for layer in whole.model.layers
+            ],
             final_norm=whole.model.norm.weight.data,
             head=whole.lm_head.weight.data,
-            cos_sin=_cos_sin_table(
-                whole.model.rotary_emb, config.max_position_embeddings, whole.device
+            cos_sin=cos_sin_table(
+                whole.model.rotary_emb,
+                config.max_position_embeddings,
+                num_angles=len(whole.model.rotary_emb.inv_freq),
             ),
             scale=float(attention.scaling),
             eps=float(config.rms_norm_eps),
@@ -99,6 +101,10 @@ class FusedModel:
         if fused.embedding.is_cuda:
             torch.cuda.empty_cache()  # what the matrices were merged from
         return fused
+
+    def shortened(self, num_layers: int) -> "FusedModel":
+        """Return the model without its later layers; the weights are shared."""
+        return replace(self, layers=self.layers[:num_layers])
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kept: Tensor, context: AttentionContext
@@ -122,12 +128,12 @@ class FusedModel:
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
             q = layers.rotate_and_store(
                 layers.linear(normed, *layer.qkv),
+                context.heads(index).num_heads,
                 self.cos_sin,
                 positions,
                 context.slots(index),
                 context.caches[index],
                 layer.head_norms,
-                self.eps,
             )
             if index < len(self.layers) - 1:
                 attended = context.attend(q, self.scale, index, sinks=layer.sinks)
@@ -148,14 +154,8 @@ def _refusal(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
         return f"only models of type {', '.join(_FAMILIES)} are fused"
     if config.hidden_act != "silu":
         return f"its activation is `{config.hidden_act}`, and only `silu` is fused"
-    with torch.device("meta"):
-        plain = _parts(type(model)(copy.deepcopy(config)))
-    found = _parts(model)
-    for path in [*found, *plain]:
-        if found.get(path) != plain.get(path):
-            return f"`{path}` is a `{found.get(path)}`, not a `{plain.get(path)}`"
-    if len({(parameter.dtype, parameter.device) for parameter in model.parameters()}) > 1:
-        return "its parameters are of several dtypes or on several devices"
+    if reason := find_unknown_part(model, config):
+        return reason
     whole: Any = model
     num_rotated = 2 * len(whole.model.rotary_emb.inv_freq)
     head_dim = whole.model.layers[0].self_attn.head_dim
@@ -163,24 +163,17 @@ def _refusal(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
         return f"its rope rotates {num_rotated} of {head_dim} dimensions, not all of them"
     if config.hidden_size > layers.MAX_HIDDEN_SIZE:
         return f"its hidden_size {config.hidden_size} is above {layers.MAX_HIDDEN_SIZE}"
-    if 4 * head_dim * config.max_position_embeddings > _MAX_TABLE_BYTES:
+    if 4 * head_dim * config.max_position_embeddings > MAX_TABLE_BYTES:
         return f"a rope table of {config.max_position_embeddings} positions is too large"
     return None
 
 
-def _parts(model: nn.Module) -> dict[str, str]:
-    """Name the class of each module and the shape of each parameter."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    shapes = {name: str(tuple(parameter.shape)) for name, parameter in parameters}
-    return {path: type(module).__name__ for path, module in model.named_modules()} | shapes
-
-
-def _merge_layer(layer: Any) -> _Layer:
+def _merge_layer(layer: Any, eps: float) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     head_norms, sinks = None, getattr(attention, "sinks", None)
     if hasattr(attention, "q_norm"):
         merged = merge_parameters([attention.q_norm.weight, attention.k_norm.weight])
-        head_norms = merged.view(2, -1)
+        head_norms = HeadNorms(merged.view(2, -1), NormStyle(eps))
     return _Layer(
         input_norm=layer.input_layernorm.weight.data,
         qkv=merge_linears(attention.q_proj, attention.k_proj, attention.v_proj),
@@ -190,19 +183,3 @@ def _merge_layer(layer: Any) -> _Layer:
         mlp_norm=layer.post_attention_layernorm.weight.data,
         mlp=(SparseMLP if hasattr(mlp, "experts") else DenseMLP).from_module(mlp),
     )
-
-
-def _cos_sin_table(rotary: Any, num_positions: int, device: torch.device) -> Tensor:
-    """Ask the model's own rotary embedding for all positions, its scaling included.
-
-    Returns:
-        [num_positions, head_dim] float32.
-    """
-    like = torch.empty(0, dtype=torch.float32, device=device)
-    parts = []
-    for start in range(0, num_positions, _NUM_TABLE_ROWS):
-        end = min(start + _NUM_TABLE_ROWS, num_positions)
-        cos, sin = rotary(like, position_ids=torch.arange(start, end, device=device)[None])
-        half = len(rotary.inv_freq)  # the other half of a head turns by the same angles
-        parts.append(torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1))
-    return torch.cat(parts)

@@ -2,7 +2,7 @@
 
 Both take their weights from transformers' modules and know nothing of attention. `FusedModel` adds
 them to its residual stream. Of some families whose layers are not fused as a whole, the blocks
-with experts are, or their routers; all else then stays transformers'.
+with experts are; all else then stays transformers'.
 """
 
 import logging
@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tieredkv.engine.experts import find_experts
 from tieredkv.engine.merged_weights import Linear, merge_linears
 from tieredkv.kernels import experts, layers
-from tieredkv.kernels.expert_layout import Experts, RoutingRule
+from tieredkv.kernels.expert_layout import Experts, GateKind, RoutingRule
 
 logger = logging.getLogger(__name__)
 
@@ -26,30 +26,31 @@ _WITH_SHARED_EXPERTS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseMLP:
-    """One MLP gated by SiLU, for all tokens.
+    """One gated MLP, for all tokens.
 
     Attributes:
         gate_up: both matrices, the gate's on top.
+        kind: of the gate.
     """
 
     gate_up: Linear
     down: Linear
+    kind: GateKind = "silu"
 
     @classmethod
-    def from_module(cls, mlp: Any) -> "DenseMLP":
+    def from_module(cls, mlp: Any, kind: GateKind = "silu") -> "DenseMLP":
         """Merge the matrices of transformers' module, whose parameters become views."""
-        return cls(
-            gate_up=merge_linears(mlp.gate_proj, mlp.up_proj), down=merge_linears(mlp.down_proj)
-        )
+        gate_up = merge_linears(mlp.gate_proj, mlp.up_proj)
+        return cls(gate_up=gate_up, down=merge_linears(mlp.down_proj), kind=kind)
 
-    def add(self, normed: Tensor, residual: Tensor) -> None:
-        """Add the MLP of the normed rows to the residual stream, in place."""
-        gated = layers.silu_mul(layers.linear(normed, *self.gate_up))
-        layers.linear(gated, *self.down, residual=residual)
+    def compute(self, normed: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Compute the MLP of the normed rows, and add it to the residual stream if there is one."""
+        gated = layers.gate_mul(layers.linear(normed, *self.gate_up), self.kind)
+        return layers.linear(gated, *self.down, residual=residual)
 
     def add_and_norm(self, normed: Tensor, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
         """Add the MLP to the residual stream, in place, and norm that for what comes next."""
-        self.add(normed, residual)
+        self.compute(normed, residual)
         return layers.rms_norm(residual, norm, eps)
 
 
@@ -94,23 +95,24 @@ class SparseMLP:
             shared=DenseMLP.from_module(mlp.shared_experts) if is_sigmoid else None,
         )
 
-    def _choose(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ids and weights of the experts of the normed rows."""
         weight, bias = self.router  # some families have a router in float32
         logits = layers.linear(normed.to(weight.dtype), weight, bias)
         return experts.route(logits, self.num_chosen, self.rule)
 
     def compute(self, normed: Tensor) -> Tensor:
         """Compute the experts of the normed rows, [num_tokens, hidden_size]."""
-        out = experts.compute_experts(normed, *self._choose(normed), self.experts)
+        out = experts.compute_experts(normed, *self.choose(normed), self.experts)
         if self.shared is not None:
-            self.shared.add(normed, out)
+            self.shared.compute(normed, out)
         return out
 
     def add_and_norm(self, normed: Tensor, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
         """Add the experts to the residual stream, in place, and norm that for what comes next."""
         if self.shared is not None:
-            self.shared.add(normed, residual)
-        chosen = self._choose(normed)
+            self.shared.compute(normed, residual)
+        chosen = self.choose(normed)
         return experts.add_experts(
             normed, *chosen, self.experts, residual=residual, norm=norm, eps=eps
         )
@@ -118,23 +120,17 @@ class SparseMLP:
 
 @torch.no_grad()
 def fuse_experts(model: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Replace the forward passes of blocks with experts, or of their routers, in known families.
+    """Replace the forward passes of blocks with experts in known families.
 
     The parameters keep names, shapes and values. Call it once all weights are loaded.
     """
-    modules: list[Any] = list(model.modules())
-    if config.model_type in _WITH_SHARED_EXPERTS and config.hidden_act == "silu":
-        blocks = [each for each in modules if hasattr(each, "shared_experts")]
-        if any(block.gate.num_group != block.gate.topk_group for block in blocks):
-            return  # the kernel chooses among all experts
-        for block in blocks:
-            block.forward = _FusedBlock(SparseMLP.from_module(block))
-    elif config.model_type == "gemma4_text":
-        blocks = [each for each in modules if hasattr(each, "per_expert_scale")]
-        for block in blocks:
-            block.forward = _FusedGemmaRouter(block)
-    else:
+    if config.model_type not in _WITH_SHARED_EXPERTS or config.hidden_act != "silu":
         return
+    blocks: list[Any] = [each for each in model.modules() if hasattr(each, "shared_experts")]
+    if any(block.gate.num_group != block.gate.topk_group for block in blocks):
+        return  # the kernel chooses among all experts
+    for block in blocks:
+        block.forward = _FusedBlock(SparseMLP.from_module(block))
     logger.info("%d blocks with experts of `%s` run fused", len(blocks), config.model_type)
 
 
@@ -147,24 +143,3 @@ class _FusedBlock:
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """Compute a step's tokens, [1, num_tokens, hidden_size]."""
         return self._mlp.compute(hidden_states[0])[None]
-
-
-class _FusedGemmaRouter:
-    """The forward pass of Gemma's router, as its decoder layers call it.
-
-    Args:
-        router: transformers' module.
-    """
-
-    def __init__(self, router: Any) -> None:
-        self._norm = router.scale.data * router.scalar_root_size
-        self._eps, self._weight = float(router.eps), router.proj.weight.data
-        self._num_chosen = int(router.config.top_k_experts)
-        self._rule = RoutingRule(expert_scales=router.per_expert_scale.data)
-
-    def __call__(self, hidden_states: Tensor) -> tuple[None, Tensor, Tensor]:
-        """Return weights and ids of each token's experts behind what decoder layers do not use."""
-        normed = layers.rms_norm(hidden_states, self._norm, self._eps)
-        logits = layers.linear(normed, self._weight)
-        ids, weights = experts.route(logits, self._num_chosen, self._rule)
-        return None, weights, ids

@@ -44,6 +44,53 @@ class Rope(NamedTuple):
     writes_pairs: bool
 
 
+class NormStyle(NamedTuple):
+    """How rows are divided by the root of their mean square, and weighed.
+
+    Attributes:
+        eps: added to the mean of squares.
+        offset: added to the weights.
+        is_rounded_first: whether the divided row is rounded before it is weighed, as in Llama, or
+            only afterwards, as in Gemma.
+    """
+
+    eps: float
+    offset: float = 0.0
+    is_rounded_first: bool = True
+
+
+class HeadNorms(NamedTuple):
+    """The norms of queries and keys, head by head, before they are rotated.
+
+    Attributes:
+        weights: [2, head_dim], contiguous: those of queries, then those of keys.
+        has_values: whether values are normed too, with weights of 1.
+    """
+
+    weights: Tensor
+    style: NormStyle
+    has_values: bool = False
+
+
+class Branch(NamedTuple):
+    """What is normed and then added to a residual stream.
+
+    Attributes:
+        rows: [num_tokens, hidden_size], contiguous.
+        norm: [hidden_size], the weights of their norm.
+        others: rows that `rows` are added to before that norm, of the same shape; or None.
+        own_norms: [2, hidden_size], the weights of norms of `rows` and of `others` before they are
+            added up; None without `others`.
+        scalar: [1], a factor on the residual stream after the sum; or None.
+    """
+
+    rows: Tensor
+    norm: Tensor
+    others: Tensor | None = None
+    own_norms: Tensor | None = None
+    scalar: Tensor | None = None
+
+
 def use_triton(device: torch.device) -> bool:
     """Return whether a device uses the Triton kernels or else the reference; tests replace it."""
     return device.type == "cuda"

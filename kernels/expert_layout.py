@@ -40,6 +40,7 @@ class RoutingRule(NamedTuple):
         bias: [num_experts] float32, added to the sigmoids to choose by, not to the weights; or
             None.
         expert_scales: [num_experts], a factor on each expert's weight; or None.
+        logit_scale: factor on the logits.
 
     Source: `bias` as in DeepSeek-V3, 2024.
     """
@@ -49,6 +50,7 @@ class RoutingRule(NamedTuple):
     scale: float = 1.0
     bias: Tensor | None = None
     expert_scales: Tensor | None = None
+    logit_scale: float = 1.0
 
 
 class Experts(NamedTuple):

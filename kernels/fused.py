@@ -13,12 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tieredkv.kernels.checks import LayerCache
+from tieredkv.kernels.checks import Branch, HeadNorms, LayerCache, NormStyle
+from tieredkv.kernels.expert_layout import GateKind
 
 ROW_TILE = 4096
 """Weights that one program multiplies at a time."""
 
-SILU_TILE = 1024
+GATE_TILE = 1024
 ROTATE_TILE = 512
 """Pairs of elements that one program rotates; they may span several heads."""
 
@@ -41,6 +42,68 @@ def _rms_norm_kernel(
     normed = (exact * tl.rsqrt(variance + eps)).to(x.dtype).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * HIDDEN_SIZE + column, (normed * weight).to(x.dtype), mask=mask)
+
+
+@triton.jit
+def _weigh(divided, weight, offset, dtype: tl.constexpr, IS_ROUNDED_FIRST: tl.constexpr):
+    """Multiply elements that are divided by their root mean square by the weights of a norm."""
+    if IS_ROUNDED_FIRST:
+        divided = divided.to(dtype).to(tl.float32)
+    return (divided * (weight.to(tl.float32) + offset)).to(dtype)
+
+
+@triton.jit
+def _norm_row(
+    row, weight_ptr, column, mask, eps, offset, IS_ROUNDED_FIRST: tl.constexpr,
+    HIDDEN_SIZE: tl.constexpr,
+):  # fmt: skip
+    exact = row.to(tl.float32)
+    divided = exact * tl.rsqrt(tl.sum(exact * exact, axis=0) / HIDDEN_SIZE + eps)
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
+    return _weigh(divided, weight, offset, row.dtype, IS_ROUNDED_FIRST)
+
+
+@triton.jit
+def _add_and_norm_kernel(
+    residual_ptr, rows_ptr, others_ptr, norm_ptr, own_norms_ptr, scalar_ptr, norms_ptr, normed_ptr,
+    eps, offset, IS_ROUNDED_FIRST: tl.constexpr, NUM_NORMS: tl.constexpr,
+    HIDDEN_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Norm a row of a branch, add it to that of the residual stream, and norm that NUM_NORMS times.
+
+    Grid: (num_tokens,). A program holds its row in registers; columns past HIDDEN_SIZE are
+    masked. Bytes moved: 1 read and 1 write of the residual row, 1 read of each branch's row, and
+    NUM_NORMS writes.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, TILE)
+    mask = column < HIDDEN_SIZE
+    target = token * HIDDEN_SIZE + column
+    x = tl.load(residual_ptr + target, mask=mask, other=0.0)
+    if rows_ptr is not None:
+        row = tl.load(rows_ptr + target, mask=mask, other=0.0)
+        if others_ptr is not None:
+            other = tl.load(others_ptr + target, mask=mask, other=0.0)
+            row = _norm_row(
+                row, own_norms_ptr, column, mask, eps, offset, IS_ROUNDED_FIRST, HIDDEN_SIZE
+            )
+            other = _norm_row(
+                other, own_norms_ptr + HIDDEN_SIZE, column, mask, eps, offset, IS_ROUNDED_FIRST,
+                HIDDEN_SIZE,
+            )  # fmt: skip
+            row = (row.to(tl.float32) + other.to(tl.float32)).to(x.dtype)
+        row = _norm_row(row, norm_ptr, column, mask, eps, offset, IS_ROUNDED_FIRST, HIDDEN_SIZE)
+        x = (x.to(tl.float32) + row.to(tl.float32)).to(x.dtype)
+        if scalar_ptr is not None:
+            x = (x.to(tl.float32) * tl.load(scalar_ptr).to(tl.float32)).to(x.dtype)
+        tl.store(residual_ptr + target, x, mask=mask)
+    exact = x.to(tl.float32)
+    divided = exact * tl.rsqrt(tl.sum(exact * exact, axis=0) / HIDDEN_SIZE + eps)
+    for index in tl.static_range(NUM_NORMS):
+        weight = tl.load(norms_ptr + index * HIDDEN_SIZE + column, mask=mask, other=0.0)
+        normed = _weigh(divided, weight, offset, x.dtype, IS_ROUNDED_FIRST)
+        out = normed_ptr + (index * tl.num_programs(0) + token) * HIDDEN_SIZE + column
+        tl.store(out, normed, mask=mask)
 
 
 @triton.jit
@@ -67,10 +130,11 @@ def _multiply_row_kernel(
 
 
 @triton.jit
-def _silu_mul_kernel(
-    gate_up_ptr, out_ptr, gate_up_stride, NUM_COLUMNS: tl.constexpr, TILE: tl.constexpr
-):
-    """Multiply one tile of a row's second half by the SiLU of the first half.
+def _gate_mul_kernel(
+    gate_up_ptr, out_ptr, gate_up_stride, GATE: tl.constexpr, NUM_COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Multiply one tile of a row's second half by the activation of the first half.
 
     Grid: (num_tokens, ceil(NUM_COLUMNS / TILE)); the last tile of a row is masked. Bytes moved: 2
     reads and 1 write of NUM_COLUMNS elements per token.
@@ -82,7 +146,10 @@ def _silu_mul_kernel(
     gate = tl.load(source, mask=mask, other=0.0)
     up = tl.load(source + NUM_COLUMNS, mask=mask, other=0.0).to(tl.float32)
     x = gate.to(tl.float32)
-    gated = (x / (1.0 + tl.exp(-x))).to(gate.dtype).to(tl.float32)
+    slope = x
+    if GATE == "gelu_tanh":  # (1 + tanh(z)) / 2 is sigmoid(2 z)
+        slope = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    gated = (x / (1.0 + tl.exp(-slope))).to(gate.dtype).to(tl.float32)
     out = (gated * up).to(gate.dtype)
     tl.store(out_ptr + token * NUM_COLUMNS + column, out, mask=mask)
 
@@ -90,17 +157,18 @@ def _silu_mul_kernel(
 @triton.jit
 def _rotate_and_store_kernel(
     qkv_ptr, cos_sin_ptr, positions_ptr, slot_mapping_ptr, k_cache_ptr, v_cache_ptr, head_norms_ptr,
-    out_ptr, eps, qkv_stride, cache_stride_block, cache_stride_token, cache_stride_head,
+    out_ptr, eps, offset, qkv_stride, cache_stride_block, cache_stride_token, cache_stride_head,
     BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    HALF_DIM: tl.constexpr, HAS_NORM: tl.constexpr, HEAD_TILE: tl.constexpr,
-    HALF_TILE: tl.constexpr,
+    HAS_VALUES: tl.constexpr, HALF_DIM: tl.constexpr, NUM_ANGLES: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_VALUE_NORM: tl.constexpr, IS_ROUNDED_FIRST: tl.constexpr,
+    HEAD_TILE: tl.constexpr, HALF_TILE: tl.constexpr,
 ):  # fmt: skip
     """Norm, rotate and store HEAD_TILE heads of a token: queries, then keys, then values.
 
     Grid: (num_tokens, ceil((NUM_HEADS + 2 * NUM_KV_HEADS) / HEAD_TILE)). A head is held as its
-    two halves, because element i is rotated with element i + HALF_DIM. Heads past the last and
-    elements past HALF_DIM are masked. Keys and values of a token with a negative slot are not
-    stored.
+    two halves, because element i is rotated with element i + HALF_DIM, if i < NUM_ANGLES. Heads
+    past the last and elements past HALF_DIM are masked. Values are read from the keys unless
+    HAS_VALUES. Keys and values of a token with a negative slot are not stored.
     Bytes moved: 1 read and 1 write of qkv, and 1 read of the table's row.
     """
     token = tl.program_id(0).to(tl.int64)
@@ -112,7 +180,10 @@ def _rotate_and_store_kernel(
     is_value = is_real & (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
     is_any = is_query | is_key | is_value
 
-    source = qkv_ptr + token * qkv_stride + head * (2 * HALF_DIM) + dim
+    source_head = head
+    if not HAS_VALUES:
+        source_head = tl.where(head >= NUM_HEADS + NUM_KV_HEADS, head - NUM_KV_HEADS, head)
+    source = qkv_ptr + token * qkv_stride + source_head * (2 * HALF_DIM) + dim
     raw_low = tl.load(source, mask=is_any, other=0.0)
     raw_high = tl.load(source + HALF_DIM, mask=is_any, other=0.0)
     dtype = raw_low.dtype
@@ -120,18 +191,22 @@ def _rotate_and_store_kernel(
     if HAS_NORM:
         variance = tl.sum(low * low + high * high, axis=1)[:, None] / (2 * HALF_DIM)
         scale = tl.rsqrt(variance + eps)
+        low, high = low * scale, high * scale
+        if HAS_VALUE_NORM:
+            raw_low, raw_high = low.to(dtype), high.to(dtype)
         q_norm, k_norm = head_norms_ptr + dim, head_norms_ptr + 2 * HALF_DIM + dim
-        q_low = tl.load(q_norm, mask=is_real, other=0.0).to(tl.float32)
-        q_high = tl.load(q_norm + HALF_DIM, mask=is_real, other=0.0).to(tl.float32)
-        k_low = tl.load(k_norm, mask=is_real, other=0.0).to(tl.float32)
-        k_high = tl.load(k_norm + HALF_DIM, mask=is_real, other=0.0).to(tl.float32)
-        low = (low * scale).to(dtype).to(tl.float32) * tl.where(is_query, q_low, k_low)
-        high = (high * scale).to(dtype).to(tl.float32) * tl.where(is_query, q_high, k_high)
-        low, high = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
+        q_low = tl.load(q_norm, mask=is_real, other=0.0)
+        q_high = tl.load(q_norm + HALF_DIM, mask=is_real, other=0.0)
+        k_low = tl.load(k_norm, mask=is_real, other=0.0)
+        k_high = tl.load(k_norm + HALF_DIM, mask=is_real, other=0.0)
+        weight_low = tl.where(is_query, q_low, k_low)
+        weight_high = tl.where(is_query, q_high, k_high)
+        low = _weigh(low, weight_low, offset, dtype, IS_ROUNDED_FIRST).to(tl.float32)
+        high = _weigh(high, weight_high, offset, dtype, IS_ROUNDED_FIRST).to(tl.float32)
     position = tl.load(positions_ptr + token).to(tl.int64)
-    row = cos_sin_ptr + position * (2 * HALF_DIM) + dim
-    cos = tl.load(row, mask=is_real, other=0.0)
-    sin = tl.load(row + HALF_DIM, mask=is_real, other=0.0)
+    row = cos_sin_ptr + position * (2 * NUM_ANGLES) + dim
+    cos = tl.load(row, mask=dim < NUM_ANGLES, other=1.0)
+    sin = tl.load(row + NUM_ANGLES, mask=dim < NUM_ANGLES, other=0.0)
     rotated_low = (low * cos - high * sin).to(dtype)
     rotated_high = (high * cos + low * sin).to(dtype)
 
@@ -163,6 +238,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+def add_and_norm(
+    residual: Tensor, branch: Branch | None, norms: Tensor, style: NormStyle
+) -> Tensor:
+    """Launch the kernel; same contract as `layers.add_and_norm`."""
+    num_tokens, hidden_size = residual.shape
+    rows, norm, others, own_norms, scalar = branch or [None] * 5
+    normed = residual.new_empty(len(norms), num_tokens, hidden_size)
+    tile = triton.next_power_of_2(hidden_size)
+    _add_and_norm_kernel[(num_tokens,)](
+        residual, rows, others, norm, own_norms, scalar, norms, normed, style.eps, style.offset,
+        IS_ROUNDED_FIRST=style.is_rounded_first, NUM_NORMS=len(norms), HIDDEN_SIZE=hidden_size,
+        TILE=tile, num_warps=min(16, max(1, tile // 512)),
+    )  # fmt: skip
+    return normed
+
+
 def _output_tile(num_outputs: int) -> int:
     """Return the rows per program: few for small matrices, to occupy every multiprocessor."""
     return 4 if num_outputs <= 4096 else 8 if num_outputs < 16384 else 16
@@ -186,37 +277,42 @@ def multiply_row(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
     return out
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Launch the kernel; same contract as `layers.silu_mul`."""
+def gate_mul(gate_up: Tensor, kind: GateKind) -> Tensor:
+    """Launch the kernel; same contract as `layers.gate_mul`."""
     num_tokens, num_columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, num_columns)
-    tile = min(SILU_TILE, triton.next_power_of_2(num_columns))
-    _silu_mul_kernel[(num_tokens, triton.cdiv(num_columns, tile))](
-        gate_up, out, gate_up.stride(0), NUM_COLUMNS=num_columns, TILE=tile, num_warps=4
+    tile = min(GATE_TILE, triton.next_power_of_2(num_columns))
+    _gate_mul_kernel[(num_tokens, triton.cdiv(num_columns, tile))](
+        gate_up, out, gate_up.stride(0), GATE=kind, NUM_COLUMNS=num_columns, TILE=tile, num_warps=4
     )
     return out
 
 
 def rotate_and_store(
     qkv: Tensor,
+    num_heads: int,
     cos_sin: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
     cache: LayerCache,
-    head_norms: Tensor | None,
-    eps: float,
+    norms: HeadNorms | None,
 ) -> Tensor:
     """Launch the kernel; same contract as `layers.rotate_and_store`."""
     num_tokens = qkv.shape[0]
     block_size, num_kv_heads, head_dim = cache.k.shape[1:]
-    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    num_parts = (qkv.shape[1] // head_dim - num_heads) // num_kv_heads
+    num_stored = num_kv_heads if num_parts else 0
     out = qkv.new_empty(num_tokens, num_heads, head_dim)
     half_tile = triton.next_power_of_2(head_dim // 2)
     head_tile = max(1, ROTATE_TILE // half_tile)
-    _rotate_and_store_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, head_tile))](
-        qkv, cos_sin, positions, slot_mapping, *cache, head_norms, out, eps,
-        qkv.stride(0), *cache.k.stride()[:3], BLOCK_SIZE=block_size, NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads, HALF_DIM=head_dim // 2, HAS_NORM=head_norms is not None,
-        HEAD_TILE=head_tile, HALF_TILE=half_tile, num_warps=4,
+    style = NormStyle(0.0) if norms is None else norms.style
+    _rotate_and_store_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_stored, head_tile))](
+        qkv, cos_sin, positions, slot_mapping, *cache, None if norms is None else norms.weights,
+        out, style.eps, style.offset, qkv.stride(0), *cache.k.stride()[:3], BLOCK_SIZE=block_size,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_stored, HAS_VALUES=num_parts == 2,
+        HALF_DIM=head_dim // 2, NUM_ANGLES=cos_sin.shape[1] // 2, HAS_NORM=norms is not None,
+        HAS_VALUE_NORM=norms is not None and norms.has_values,
+        IS_ROUNDED_FIRST=style.is_rounded_first, HEAD_TILE=head_tile, HALF_TILE=half_tile,
+        num_warps=4,
     )  # fmt: skip
     return out

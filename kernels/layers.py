@@ -15,7 +15,15 @@ from torch import Tensor
 
 from tieredkv.errors import ShapeError
 from tieredkv.kernels import checks, reference
-from tieredkv.kernels.checks import LayerCache, describe, triton_module
+from tieredkv.kernels.checks import (
+    Branch,
+    HeadNorms,
+    LayerCache,
+    NormStyle,
+    describe,
+    triton_module,
+)
+from tieredkv.kernels.expert_layout import GateKind
 
 MAX_HIDDEN_SIZE = 16_384
 """The widest row that a program holds in registers."""
@@ -44,12 +52,52 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     check_norms("weight", weight, x, x.shape[1:])
     if not checks.use_triton(x.device):
         return reference.rms_norm(x, weight, eps)
-    if x.shape[1] > MAX_HIDDEN_SIZE:
-        most = f"the kernels support at most {MAX_HIDDEN_SIZE}"
-        raise ShapeError(f"hidden_size {x.shape[1]} is too large; {most}")
+    _check_width(x)
     if not x.shape[0]:
         return x.new_empty(x.shape)
     normed: Tensor = triton_module("fused").rms_norm(x, weight, eps)
+    return normed
+
+
+def add_and_norm(
+    residual: Tensor, branch: Branch | None, norms: Tensor, style: NormStyle
+) -> Tensor:
+    """Norm a branch, add it to the residual stream, in place, and norm that for what comes next.
+
+    Args:
+        residual: [num_tokens, hidden_size], contiguous.
+        branch: of the residual's shape and dtype, and so are the weights of its norms; None norms
+            the residual stream as it is.
+        norms: [num_norms, hidden_size], contiguous: the weights of each norm that is wanted.
+        style: of all norms.
+
+    Returns:
+        [num_norms, num_tokens, hidden_size], contiguous.
+
+    Raises:
+        ShapeError: the tensors disagree; checked on the host before launch.
+    """
+    _check_rows("residual", residual)
+    if not residual.is_contiguous():
+        raise ShapeError(f"residual {describe(residual)} is not contiguous")
+    check_norms("norms", norms, residual, (len(norms), *residual.shape[1:]))
+    if branch is not None:
+        check_norms("norm", branch.norm, residual, residual.shape[1:])
+        check_norms("rows", branch.rows, residual, residual.shape)
+        if branch.others is not None:
+            check_norms("others", branch.others, residual, residual.shape)
+        if (branch.others is None) != (branch.own_norms is None):
+            raise ShapeError("others and own_norms are given together, or neither is")
+        if branch.own_norms is not None:
+            check_norms("own_norms", branch.own_norms, residual, (2, *residual.shape[1:]))
+        if branch.scalar is not None:
+            check_norms("scalar", branch.scalar, residual, (1,))
+    if not checks.use_triton(residual.device):
+        return reference.add_and_norm(residual, branch, norms, style)
+    _check_width(residual)
+    if not residual.shape[0]:
+        return residual.new_empty(len(norms), *residual.shape)
+    normed: Tensor = triton_module("fused").add_and_norm(residual, branch, norms, style)
     return normed
 
 
@@ -100,11 +148,12 @@ def linear(
     return out
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Multiply the second half of each row by the SiLU of its first half.
+def gate_mul(gate_up: Tensor, kind: GateKind) -> Tensor:
+    """Multiply the second half of each row by the activation of its first half.
 
     Args:
         gate_up: [num_tokens, 2 * intermediate_size], contiguous in its last dimension.
+        kind: `silu` or `gelu_tanh`; see `Gate`.
 
     Returns:
         [num_tokens, intermediate_size], contiguous.
@@ -118,36 +167,38 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if gate_up.shape[1] % 2:
         raise ShapeError(f"gate_up {describe(gate_up)} must have an even number of columns")
     if not checks.use_triton(gate_up.device):
-        return reference.silu_mul(gate_up)
+        return reference.gate_mul(gate_up, kind)
     if not gate_up.shape[0]:
         return gate_up.new_empty(0, gate_up.shape[1] // 2)
-    out: Tensor = triton_module("fused").silu_mul(gate_up)
+    out: Tensor = triton_module("fused").gate_mul(gate_up, kind)
     return out
 
 
 def rotate_and_store(
     qkv: Tensor,
+    num_heads: int,
     cos_sin: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
     cache: LayerCache,
-    head_norms: Tensor | None,
-    eps: float,
+    norms: HeadNorms | None,
 ) -> Tensor:
     """Rotate queries and keys by their positions, and write keys and values into the paged cache.
 
     Args:
-        qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], queries, keys and values of
-            a token one after the other; the cache's dtype, contiguous in its last dimension.
-        cos_sin: [max_positions, head_dim] float32, contiguous: the cosines of a position's
-            head_dim / 2 angles, then their sines.
+        qkv: [num_tokens, num_columns], the heads of a token's queries, keys and values one after
+            the other; the cache's dtype, contiguous in its last dimension. Without values, the
+            keys are the values too, before their norm and rotation. Without keys, nothing is
+            written.
+        num_heads: of the queries.
+        cos_sin: [max_positions, num_angles * 2] float32, contiguous: the cosines of a position's
+            angles, then their sines. Angle i turns the elements i and i + head_dim / 2 of a head.
+            There are at most head_dim / 2, and elements past them are not turned.
         positions: [num_tokens] int32 or int64, below max_positions; they are not checked.
         slot_mapping: [num_tokens] int32 or int64; `block_id * block_size + offset`, -1 skips a
             token's keys and values. Slots must be distinct; they are not checked.
         cache: of the layer.
-        head_norms: [2, head_dim], the cache's dtype, contiguous: weights of the queries' and of
-            the keys' RMS norm, head by head, before they are rotated; None for no norm.
-        eps: of the norms.
+        norms: of the cache's dtype; None for no norm.
 
     Returns:
         The rotated queries, [num_tokens, num_heads, head_dim], contiguous.
@@ -159,13 +210,17 @@ def rotate_and_store(
     """
     checks.check_cache(cache)
     num_kv_heads, head_dim = cache.k.shape[2:]
-    num_heads = qkv.shape[-1] // head_dim - 2 * num_kv_heads
-    if qkv.ndim != 2 or qkv.shape[1] % head_dim or num_heads < 1 or head_dim % 2:
-        raise ShapeError(f"qkv {describe(qkv)} does not fit the cache {describe(cache.k)}")
+    widths = [(num_heads + parts * num_kv_heads) * head_dim for parts in range(3)]
+    if qkv.ndim != 2 or qkv.shape[1] not in widths or num_heads < 1 or head_dim % 2:
+        what = f"qkv {describe(qkv)} with {num_heads} heads"
+        raise ShapeError(f"{what} does not fit the cache {describe(cache.k)}")
     checks.check_data("qkv", qkv, cache)
-    if cos_sin.ndim != 2 or cos_sin.shape[1] != head_dim or not cos_sin.is_contiguous():
-        what = f"cos_sin {describe(cos_sin)} must be a contiguous matrix"
-        raise ShapeError(f"{what} with {head_dim} columns, as heads have")
+    num_columns = cos_sin.shape[-1]
+    if cos_sin.ndim != 2 or num_columns > head_dim or num_columns % 2 or not num_columns:
+        what = f"cos_sin {describe(cos_sin)} must have an even number of columns"
+        raise ShapeError(f"{what}, at most {head_dim}, as heads have")
+    if not cos_sin.is_contiguous():
+        raise ShapeError(f"cos_sin {describe(cos_sin)} is not contiguous")
     if cos_sin.dtype != torch.float32 or cos_sin.device != qkv.device:
         raise ShapeError(f"cos_sin {describe(cos_sin)} is not float32 on {qkv.device}")
     for name, indices in (("positions", positions), ("slot_mapping", slot_mapping)):
@@ -173,13 +228,13 @@ def rotate_and_store(
             what = f"{name} {describe(indices)} must have one entry"
             raise ShapeError(f"{what} for each row of qkv {describe(qkv)}")
         checks.check_indices(name, indices, cache)
-    if head_norms is not None:
-        check_norms("head_norms", head_norms, qkv, (2, head_dim))
+    if norms is not None:
+        check_norms("head_norms", norms.weights, qkv, (2, head_dim))
     is_triton = checks.use_triton(qkv.device)
     if not qkv.shape[0]:
         return qkv.new_empty(0, num_heads, head_dim)
     rotate = triton_module("fused").rotate_and_store if is_triton else reference.rotate_and_store
-    q: Tensor = rotate(qkv, cos_sin, positions, slot_mapping, cache, head_norms, eps)
+    q: Tensor = rotate(qkv, num_heads, cos_sin, positions, slot_mapping, cache, norms)
     return q
 
 
@@ -187,6 +242,12 @@ def _check_rows(name: str, tensor: Tensor) -> None:
     if tensor.ndim != 2 or tensor.dtype not in checks.KERNEL_DTYPES:
         raise ShapeError(f"{name} {describe(tensor)} is not a matrix of a supported dtype")
     checks.check_last_dim(name, tensor)
+
+
+def _check_width(x: Tensor) -> None:
+    if x.shape[1] > MAX_HIDDEN_SIZE:
+        most = f"the kernels support at most {MAX_HIDDEN_SIZE}"
+        raise ShapeError(f"hidden_size {x.shape[1]} is too large; {most}")
 
 
 def check_norms(name: str, weight: Tensor, data: Tensor, shape: tuple[int, ...]) -> None:

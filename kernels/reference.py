@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tieredkv.kernels.checks import LayerCache, Rope
-from tieredkv.kernels.expert_layout import Experts, Gate, RoutingRule
+from tieredkv.kernels.checks import Branch, HeadNorms, LayerCache, NormStyle, Rope
+from tieredkv.kernels.expert_layout import Experts, Gate, GateKind, RoutingRule
 from tieredkv.kernels.partition import Batch, Latent
 
 
@@ -25,20 +25,44 @@ def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> N
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise along the last dimension; see `layers.rms_norm`."""
+    return _norm(x, weight, NormStyle(eps))
+
+
+def _norm(x: Tensor, weight: Tensor | float, style: NormStyle) -> Tensor:
     exact = x.float()
-    exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * exact.to(x.dtype)
+    exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + style.eps)
+    if style.is_rounded_first:
+        exact = exact.to(x.dtype).float()
+    return (exact * (weight + style.offset)).to(x.dtype)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Multiply one half by the SiLU of the other; see `layers.silu_mul`."""
+def add_and_norm(
+    residual: Tensor, branch: Branch | None, norms: Tensor, style: NormStyle
+) -> Tensor:
+    """Add a normed branch to the residual stream and norm that; see `layers.add_and_norm`."""
+    if branch is not None:
+        rows = branch.rows
+        if branch.others is not None and branch.own_norms is not None:
+            first, second = branch.own_norms.float()
+            rows = _norm(rows, first, style) + _norm(branch.others, second, style)
+        residual += _norm(rows, branch.norm.float(), style)
+        if branch.scalar is not None:
+            residual *= branch.scalar
+    normed = residual.new_empty(len(norms), *residual.shape)
+    for out, weight in zip(normed, norms.float(), strict=True):
+        out.copy_(_norm(residual, weight, style))
+    return normed
+
+
+def gate_mul(gate_up: Tensor, kind: GateKind) -> Tensor:
+    """Multiply one half by the activation of the other; see `layers.gate_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return (F.silu(gate) if kind == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
 def route(logits: Tensor, num_chosen: int, rule: RoutingRule) -> tuple[Tensor, Tensor]:
     """Choose the experts with the largest scores and weigh them; see `experts.route`."""
-    logits = logits.float()
+    logits = logits.float() * rule.logit_scale
     scores = logits.sigmoid() if rule.is_sigmoid else logits.softmax(dim=-1)
     choice = scores if rule.is_sigmoid else logits
     ids = (choice if rule.bias is None else choice + rule.bias).topk(num_chosen, dim=-1).indices
@@ -86,22 +110,29 @@ def gated(gate_up: Tensor, gate: Gate) -> Tensor:
 
 def rotate_and_store(
     qkv: Tensor,
+    num_heads: int,
     cos_sin: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
     cache: LayerCache,
-    head_norms: Tensor | None,
-    eps: float,
+    norms: HeadNorms | None,
 ) -> Tensor:
     """Rotate queries and keys, write keys and values; see `layers.rotate_and_store`."""
     num_kv_heads, head_dim = cache.k.shape[2:]
-    heads = qkv.unflatten(1, (-1, head_dim))
-    num_heads = heads.shape[1] - 2 * num_kv_heads
-    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-    if head_norms is not None:
-        q, k = rms_norm(q, head_norms[0], eps), rms_norm(k, head_norms[1], eps)
+    q, *rest = qkv.unflatten(1, (-1, head_dim)).tensor_split(
+        [num_heads, num_heads + num_kv_heads], dim=1
+    )
     cos, sin = cos_sin[positions][:, None].chunk(2, dim=-1)
-    store_kv(_rotate(k, cos, sin), v, cache, slot_mapping)
+    unturned = head_dim // 2 - cos.shape[-1]
+    cos, sin = F.pad(cos, (0, unturned), value=1.0), F.pad(sin, (0, unturned))
+    k, v = rest if rest[1].shape[1] else (rest[0], rest[0])
+    if norms is not None:
+        q_norm, k_norm = norms.weights.float()
+        q, k = _norm(q, q_norm, norms.style), _norm(k, k_norm, norms.style)
+        if norms.has_values:
+            v = _norm(v, 1.0, norms.style._replace(offset=0.0))
+    if k.shape[1]:
+        store_kv(_rotate(k, cos, sin), v, cache, slot_mapping)
     return _rotate(q, cos, sin)
 
 

@@ -42,7 +42,7 @@ class SortedPairs(NamedTuple):
 @triton.jit
 def _top_k_kernel(
     logits_ptr, choice_bias_ptr, scales_ptr, ids_ptr, weights_ptr, logits_stride, scale,
-    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, IS_SIGMOID: tl.constexpr,
+    logit_scale, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, IS_SIGMOID: tl.constexpr,
     IS_NORMALISED: tl.constexpr, EXPERT_TILE: tl.constexpr, RANK_TILE: tl.constexpr,
 ):  # fmt: skip
     """Choose one token's experts and weigh them.
@@ -56,6 +56,7 @@ def _top_k_kernel(
     is_expert, is_rank = expert < NUM_EXPERTS, rank < TOP_K
     source = logits_ptr + token * logits_stride
     logits = tl.load(source + expert, mask=is_expert, other=float("-inf")).to(tl.float32)
+    logits *= logit_scale
     left = logits
     if IS_SIGMOID:
         left = tl.sigmoid(logits)
@@ -67,7 +68,7 @@ def _top_k_kernel(
         place = tl.minimum(tl.argmax(left, axis=0), NUM_EXPERTS - 1)
         ids = tl.where(rank == index, place, ids)
         left = tl.where(expert == place, float("-inf"), left)
-    chosen = tl.load(source + ids, mask=is_rank, other=float("-inf")).to(tl.float32)
+    chosen = tl.load(source + ids, mask=is_rank, other=float("-inf")).to(tl.float32) * logit_scale
     if IS_SIGMOID:
         scores = tl.sigmoid(chosen)
         total = tl.sum(scores, axis=0) + 1e-20 if IS_NORMALISED else 1.0
@@ -169,7 +170,7 @@ def top_k(logits: Tensor, num_chosen: int, rule: RoutingRule) -> tuple[Tensor, T
     weights = torch.empty(num_tokens, num_chosen, dtype=torch.float32, device=logits.device)
     _top_k_kernel[(num_tokens,)](
         logits, rule.bias, rule.expert_scales, ids, weights, logits.stride(0), rule.scale,
-        NUM_EXPERTS=num_experts, TOP_K=num_chosen, IS_SIGMOID=rule.is_sigmoid,
+        rule.logit_scale, NUM_EXPERTS=num_experts, TOP_K=num_chosen, IS_SIGMOID=rule.is_sigmoid,
         IS_NORMALISED=rule.is_normalised, EXPERT_TILE=triton.next_power_of_2(num_experts),
         RANK_TILE=triton.next_power_of_2(num_chosen), num_warps=1,
     )  # fmt: skip

@@ -54,7 +54,7 @@ OTHER_POINTERS = {
     "pairs_ptr": "*i32",
     "blocks_ptr": "*i32",
 }
-FLOATS = ("scale_log2", "eps", "alpha", "limit", "scale")
+FLOATS = ("scale_log2", "eps", "offset", "alpha", "limit", "scale", "logit_scale")
 
 
 def compile_kernel(
@@ -171,6 +171,7 @@ def compile_latent_attention(dtype: torch.dtype, num_heads: int, latent: Latent)
 
 
 def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    is_gemma = head_dim == 512
     compile_attention(dtype, num_heads, num_kv_heads, head_dim)
     compile_kernel(
         dense_kernels._gather_kernel, dtype, {"NUM_ELEMENTS": 16 * 8 * 128, "TILE": 4096}
@@ -188,7 +189,10 @@ def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim:
         dtype,
         {"HAS_RESIDUAL": True, "NUM_INPUTS": 4096, "OUTPUT_TILE": 8, "INPUT_TILE": 512},
     )
-    compile_kernel(fused._silu_mul_kernel, dtype, {"NUM_COLUMNS": 1000, "TILE": 1024})
+    for gate in ("silu", "gelu_tanh"):
+        compile_kernel(
+            fused._gate_mul_kernel, dtype, {"GATE": gate, "NUM_COLUMNS": 1000, "TILE": 1024}
+        )
     compile_kernel(
         fused._rotate_and_store_kernel,
         dtype,
@@ -196,12 +200,34 @@ def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim:
             "BLOCK_SIZE": 16,
             "NUM_HEADS": num_heads,
             "NUM_KV_HEADS": num_kv_heads,
+            "HAS_VALUES": not is_gemma,
             "HALF_DIM": head_dim // 2,
+            "NUM_ANGLES": head_dim // (8 if is_gemma else 2),
             "HAS_NORM": True,
+            "HAS_VALUE_NORM": is_gemma,
+            "IS_ROUNDED_FIRST": not is_gemma,
             "HEAD_TILE": 8,
             "HALF_TILE": triton.next_power_of_2(head_dim // 2),
         },
         num_warps=4,
+    )
+
+
+def compile_add_and_norm(hidden_size: int, *, has_others: bool) -> None:
+    """Compile the sum and the norms between the halves of a layer, and behind both."""
+    others = {} if has_others else {"others_ptr": None, "own_norms_ptr": None, "scalar_ptr": None}
+    tile = triton.next_power_of_2(hidden_size)
+    compile_kernel(
+        fused._add_and_norm_kernel,
+        torch.bfloat16,
+        others
+        | {
+            "IS_ROUNDED_FIRST": False,
+            "NUM_NORMS": 1 if has_others else 3,
+            "HIDDEN_SIZE": hidden_size,
+            "TILE": tile,
+        },
+        num_warps=min(16, tile // 512),
     )
 
 
@@ -297,5 +323,7 @@ if __name__ == "__main__":
         compile_experts(torch.bfloat16, tiling, 2880, 2880, "clamped", is_transposed=True)
     compile_experts(torch.float32, EXACT, 768, 2048, "silu")
     compile_experts(torch.bfloat16, NARROW, 768, 2048, "silu", is_sorted=False)
+    compile_add_and_norm(5376, has_others=False)
+    compile_add_and_norm(2816, has_others=True)
     compile_routing(2048, is_short=True)
     compile_routing(2880, is_short=False)

@@ -270,8 +270,10 @@ def test_the_largest_scores_choose_the_experts(
         scale=1.5,
         bias=torch.randn(num_experts) if is_sigmoid else None,
         expert_scales=torch.rand(num_experts).to(dtype) if has_scales else None,
+        logit_scale=0.25 if has_scales else 1.0,
     )
-    exact = logits.double().sigmoid() if is_sigmoid else logits.double().softmax(-1)
+    scaled = rule.logit_scale * logits.double()
+    exact = scaled.sigmoid() if is_sigmoid else scaled.softmax(-1)
     wanted = (exact if rule.bias is None else exact + rule.bias).topk(num_chosen).indices
     expected = exact.gather(1, wanted)
     if is_normalised:

@@ -13,7 +13,8 @@ from torch import Tensor
 from tests.golden import refused
 from tieredkv.errors import ShapeError
 from tieredkv.kernels import layers, reference
-from tieredkv.kernels.checks import LayerCache, triton_module
+from tieredkv.kernels.checks import Branch, HeadNorms, LayerCache, NormStyle, triton_module
+from tieredkv.kernels.expert_layout import GateKind
 
 Choose = Callable[[str], AbstractContextManager[None]]
 
@@ -30,6 +31,8 @@ the GPU rounds, several times in a row.
 """
 
 EPS = 1e-5
+LLAMA = NormStyle(EPS)
+GEMMA = NormStyle(EPS, offset=1.0, is_rounded_first=False)
 
 
 def assert_close(out: Tensor, expected: Tensor) -> None:
@@ -67,31 +70,37 @@ def test_rows_may_lie_apart(device: str, choose: Choose, backend: str) -> None:
     expected = reference.rms_norm(wide[0, :, 8:104].clone(), weight, EPS)
     with choose(backend):
         normed = layers.rms_norm(wide[0, :, 8:104], weight, EPS)
-        gated = layers.silu_mul(wide[2, :, 10:110])
+        gated = layers.gate_mul(wide[2, :, 10:110], "silu")
     assert_close(normed, expected)
     assert gated.is_contiguous()
     assert_close(gated, F.silu(wide[2, :, 10:60]) * wide[2, :, 60:110])
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 96), (4, 1500), (0, 32)])
 def test_the_gate_is_rounded_and_then_multiplied(
-    device: str, choose: Choose, dtype: torch.dtype, num_tokens: int, size: int
+    device: str, choose: Choose, dtype: torch.dtype, num_tokens: int, size: int, kind: GateKind
 ) -> None:
     gate_up = (4 * torch.randn(num_tokens, 2 * size)).to(dtype).to(device)
     gate, up = gate_up.cpu().chunk(2, dim=1)
-    expected = F.silu(gate) * up
+    activated = F.silu(gate) if kind == "silu" else F.gelu(gate, approximate="tanh")
+    expected = activated * up
     for backend in ("reference", "triton"):
         with choose(backend):
-            assert_close(layers.silu_mul(gate_up), expected)
+            assert_close(layers.gate_mul(gate_up, kind), expected)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-def test_the_gate_holds_for_the_largest_numbers(device: str, choose: Choose) -> None:
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+def test_the_gate_holds_for_the_largest_numbers(
+    device: str, choose: Choose, kind: GateKind
+) -> None:
     gate = torch.tensor([[-1e38, -200.0, -0.0, 200.0, 1e38]], device=device)
     gate_up = torch.cat([gate, torch.ones_like(gate)], dim=1)
     with choose("triton"):
-        out = layers.silu_mul(gate_up)
+        out = layers.gate_mul(gate_up, kind)
     assert torch.equal(out.cpu(), torch.tensor([[0.0, 0.0, 0.0, 200.0, 1e38]]))
 
 
@@ -102,22 +111,26 @@ def rotation_case(
     dtype: torch.dtype,
     num_tokens: int,
     norm: bool,
+    num_parts: int = 2,
 ) -> dict[str, Any]:
     """Return arguments with random positions and slots; every third token is not stored."""
     slots = torch.randperm(4 * 16)[:num_tokens]
     slots[::3] = -1
     return {
-        "qkv": torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype),
+        "qkv": torch.randn(num_tokens, (num_heads + num_parts * num_kv_heads) * head_dim).to(dtype),
+        "num_heads": num_heads,
         "cos_sin": table(50, head_dim),
         "positions": torch.randint(50, (num_tokens,)),
         "slot_mapping": slots,
-        "head_norms": torch.randn(2, head_dim).to(dtype) if norm else None,
-        "eps": EPS,
+        "norms": HeadNorms(torch.randn(2, head_dim).to(dtype), LLAMA) if norm else None,
     }
 
 
 def on(device: str, case: dict[str, Any]) -> dict[str, Any]:
-    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in case.items()}
+    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in case.items()}
+    if (norms := case["norms"]) is not None:
+        moved["norms"] = norms._replace(weights=norms.weights.to(device))
+    return moved
 
 
 def rotate(case: dict[str, Any], pool: Tensor, device: str) -> tuple[Tensor, ...]:
@@ -129,28 +142,44 @@ def rotate(case: dict[str, Any], pool: Tensor, device: str) -> tuple[Tensor, ...
     return q.cpu(), pool.cpu()
 
 
+def shares_keys(case: dict[str, Any], pool: Tensor) -> bool:
+    """Whether the keys are the values too, by the number of columns."""
+    num_kv_heads, head_dim = pool.shape[4:]
+    return bool(case["qkv"].shape[1] == (case["num_heads"] + num_kv_heads) * head_dim)
+
+
+def normed(rows: Tensor, weight: Tensor, style: NormStyle) -> Tensor:
+    """Norm rows of float64."""
+    divided = rows / (rows.pow(2).mean(-1, keepdim=True) + style.eps).sqrt()
+    return divided * (weight.double() + style.offset)
+
+
 def expected_rotation(case: dict[str, Any], pool: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate each token in float64, each pair of values as a complex number."""
     expected = pool.double()
     num_kv_heads, head_dim = pool.shape[4:]
     qkv = case["qkv"].double().unflatten(1, (-1, head_dim))
-    queries = []
+    queries, norms = [], case["norms"]
     for token, slot in enumerate(case["slot_mapping"].tolist()):
-        num_heads = qkv.shape[1] - 2 * num_kv_heads
-        q, k, v = qkv[token].split([num_heads, num_kv_heads, num_kv_heads])
+        q, *parts = qkv[token].split(
+            [case["num_heads"]] + [num_kv_heads] * (1 if shares_keys(case, pool) else 2)
+        )
+        k, v = parts[0], parts[-1]
         row = case["cos_sin"][case["positions"][token]].double()
-        turn = torch.complex(*row.chunk(2))
+        turn = torch.ones(head_dim // 2, dtype=torch.complex128)
+        turn[: len(row) // 2] = torch.complex(*row.chunk(2))
         turned = []
-        norms = (None, None) if case["head_norms"] is None else case["head_norms"]
-        for heads, weight in zip((q, k), norms, strict=True):
-            if weight is not None:
-                heads = heads / (heads.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+        for index, heads in enumerate((q, k)):
+            if norms is not None:
+                heads = normed(heads, norms.weights[index], norms.style)
             pairs = torch.complex(*heads.chunk(2, dim=-1)) * turn
             turned.append(torch.cat([pairs.real, pairs.imag], dim=-1))
         queries.append(turned[0])
         if slot >= 0:
             block_id, offset = divmod(slot, pool.shape[3])
             expected[block_id, 1, 0, offset] = turned[1]
+            if norms is not None and norms.has_values:
+                v = v / (v.pow(2).mean(-1, keepdim=True) + EPS).sqrt()
             expected[block_id, 1, 1, offset] = v
     return torch.stack(queries).to(pool.dtype), expected.to(pool.dtype)
 
@@ -204,6 +233,170 @@ def test_heads_are_rotated_and_stored_where_they_belong(
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("has_values", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "style", "num_parts", "num_angles"),
+    [
+        (torch.float32, GEMMA, 1, 16),
+        (torch.bfloat16, GEMMA._replace(offset=0.0), 1, 5),
+        (torch.float16, LLAMA, 2, 3),
+        (torch.bfloat16, GEMMA, 2, 16),
+    ],
+)
+def test_keys_may_be_values_too_and_both_normed_and_some_angles_may_be_zero(
+    device: str,
+    choose: Choose,
+    backend: str,
+    has_values: bool,
+    dtype: torch.dtype,
+    style: NormStyle,
+    num_parts: int,
+    num_angles: int,
+) -> None:
+    case = rotation_case(6, 2, 32, dtype, 4, norm=True, num_parts=num_parts)
+    case["norms"] = HeadNorms(case["norms"].weights, style, has_values)
+    case["cos_sin"] = table(50, 2 * num_angles)
+    pool = torch.randn(4, 3, 2, 16, 2, 32).to(dtype)
+    with choose(backend):
+        q, stored = rotate(case, pool, device)
+    expected_q, expected = expected_rotation(case, pool)
+    assert_close(q, expected_q)
+    assert_close(stored, expected)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_queries_alone_are_rotated_and_nothing_is_stored(
+    device: str, choose: Choose, backend: str
+) -> None:
+    case = rotation_case(6, 2, 32, torch.float32, 4, norm=True)
+    pool = torch.randn(4, 3, 2, 16, 2, 32)
+    expected_q, _ = expected_rotation(case, pool)
+    case["qkv"] = case["qkv"][:, : 6 * 32].contiguous()
+    with choose(backend):
+        q, stored = rotate(case, pool, device)
+    assert_close(q, expected_q)
+    assert torch.equal(stored, pool)
+
+
+def branch_case(
+    dtype: torch.dtype, num_tokens: int, hidden_size: int, *, has_others: bool, has_scalar: bool
+) -> Branch:
+    return Branch(
+        3 * torch.randn(num_tokens, hidden_size).to(dtype),
+        torch.randn(hidden_size).to(dtype),
+        torch.randn(num_tokens, hidden_size).to(dtype) if has_others else None,
+        torch.randn(2, hidden_size).to(dtype) if has_others else None,
+        torch.tensor([0.75]).to(dtype) if has_scalar else None,
+    )
+
+
+def branch_on(device: str, branch: Branch) -> Branch:
+    moved = {k: v.to(device) for k, v in branch._asdict().items() if v is not None}
+    return branch._replace(**moved)
+
+
+def expected_sum(residual: Tensor, branch: Branch, style: NormStyle) -> Tensor:
+    """Add a branch to the residual stream in float64."""
+    rows = branch.rows.double()
+    if branch.others is not None and branch.own_norms is not None:
+        first, second = branch.own_norms
+        rows = normed(rows, first, style) + normed(branch.others.double(), second, style)
+    total = residual.double() + normed(rows, branch.norm, style)
+    return total if branch.scalar is None else total * branch.scalar.double()
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("style", "num_tokens", "hidden_size", "num_norms", "has_others", "has_scalar"),
+    [
+        (GEMMA, 3, 200, 1, False, False),
+        (GEMMA._replace(offset=0.0), 2, 176, 3, True, True),
+        (LLAMA, 1, 64, 2, True, False),
+        (GEMMA, 2, 48, 0, False, True),
+        (LLAMA, 0, 32, 2, False, True),
+    ],
+)
+def test_a_branch_is_normed_and_added_and_the_sum_is_normed_for_what_comes_next(
+    device: str,
+    choose: Choose,
+    backend: str,
+    dtype: torch.dtype,
+    style: NormStyle,
+    num_tokens: int,
+    hidden_size: int,
+    num_norms: int,
+    has_others: bool,
+    has_scalar: bool,
+) -> None:
+    residual = torch.randn(num_tokens, hidden_size).to(dtype)
+    norms = torch.randn(num_norms, hidden_size).to(dtype)
+    branch = branch_case(
+        dtype, num_tokens, hidden_size, has_others=has_others, has_scalar=has_scalar
+    )
+    total = expected_sum(residual, branch, style)
+    moved = residual.to(device, copy=True)
+    with choose(backend):
+        out = layers.add_and_norm(moved, branch_on(device, branch), norms.to(device), style)
+    assert_close(moved, total.to(dtype))
+    assert out.shape == (num_norms, num_tokens, hidden_size)
+    assert out.is_contiguous()
+    for row, weight in zip(out, norms, strict=True):
+        assert_close(row, normed(moved.cpu().double(), weight, style).to(dtype))
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_without_a_branch_the_residual_stream_is_only_normed(
+    device: str, choose: Choose, backend: str
+) -> None:
+    residual, norms = torch.randn(3, 80, device=device), torch.randn(2, 80, device=device)
+    before = residual.clone()
+    with choose(backend):
+        out = layers.add_and_norm(residual, None, norms, GEMMA)
+    assert torch.equal(residual, before)
+    for row, weight in zip(out, norms, strict=True):
+        assert_close(row, normed(before.double(), weight, GEMMA).float())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": torch.zeros(2, 31)},
+        {"rows": torch.zeros(2, 64)[:, ::2]},
+        {"rows": torch.zeros(2, 32).half()},
+        {"norm": torch.zeros(31)},
+        {"others": torch.zeros(2, 32)},
+        {"others": torch.zeros(3, 32), "own_norms": torch.zeros(2, 32)},
+        {"others": torch.zeros(2, 32), "own_norms": torch.zeros(3, 32)},
+        {"scalar": torch.zeros(2)},
+    ],
+)
+def test_a_branch_that_does_not_fit_the_residual_stream_is_refused(
+    change: dict[str, Tensor],
+) -> None:
+    branch = branch_case(torch.float32, 2, 32, has_others=False, has_scalar=False)
+    with refused(ShapeError):
+        layers.add_and_norm(
+            torch.zeros(2, 32), branch._replace(**change), torch.zeros(1, 32), GEMMA
+        )
+
+
+@pytest.mark.parametrize(
+    ("residual", "norms"),
+    [
+        (torch.zeros(2, 64)[:, ::2], torch.zeros(1, 32)),
+        (torch.zeros(2, 64)[:, :32], torch.zeros(1, 32)),
+        (torch.zeros(2, 32), torch.zeros(1, 31)),
+    ],
+)
+def test_a_residual_stream_that_cannot_be_normed_is_refused(
+    residual: Tensor, norms: Tensor
+) -> None:
+    with refused(ShapeError):
+        layers.add_and_norm(residual, None, norms, GEMMA)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_rows_of_a_wider_matrix_and_int32_indices_are_taken(
     device: str, choose: Choose, backend: str
 ) -> None:
@@ -236,16 +429,20 @@ def test_no_tokens_is_no_launch(device: str, choose: Choose, backend: str) -> No
         {"qkv": torch.zeros(3, 255)},
         {"qkv": torch.zeros(3, 256, dtype=torch.float16)},
         {"qkv": torch.zeros(3, 512)[:, ::2]},
-        {"cos_sin": torch.zeros(50, 16)},
+        {"cos_sin": torch.zeros(50, 34)},
+        {"cos_sin": torch.zeros(50, 15)},
+        {"cos_sin": torch.zeros(50, 64)[:, ::2]},
         {"cos_sin": torch.zeros(50, 32).half()},
         {"positions": torch.zeros(4, dtype=torch.int64)},
         {"slot_mapping": torch.zeros(3)},
-        {"head_norms": torch.zeros(32)},
-        {"head_norms": torch.zeros(2, 16)},
-        {"head_norms": torch.zeros(2, 64)[:, ::2]},
+        {"num_heads": 3},
+        {"num_heads": 0},
+        {"norms": HeadNorms(torch.zeros(32), LLAMA)},
+        {"norms": HeadNorms(torch.zeros(2, 16), LLAMA)},
+        {"norms": HeadNorms(torch.zeros(2, 64)[:, ::2], LLAMA)},
     ],
 )
-def test_a_rotation_of_tensors_that_disagree_is_refused(change: dict[str, Tensor]) -> None:
+def test_a_rotation_of_tensors_that_disagree_is_refused(change: dict[str, Any]) -> None:
     case = rotation_case(4, 2, 32, torch.float32, 3, norm=False) | change
     with refused(ShapeError):
         rotate(case, torch.zeros(4, 3, 2, 16, 2, 32), "cpu")
@@ -268,10 +465,12 @@ def test_a_norm_of_tensors_that_disagree_is_refused(x: Tensor, weight: Tensor) -
 
 def test_rows_without_two_halves_and_rows_too_wide_are_refused(choose: Choose) -> None:
     with refused(ShapeError):
-        layers.silu_mul(torch.zeros(2, 33))
+        layers.gate_mul(torch.zeros(2, 33), "silu")
     wide = layers.MAX_HIDDEN_SIZE + 1
     with choose("triton"), refused(ShapeError):
         layers.rms_norm(torch.zeros(1, wide), torch.ones(wide), EPS)
+    with choose("triton"), refused(ShapeError):
+        layers.add_and_norm(torch.zeros(1, wide), None, torch.ones(1, wide), LLAMA)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -346,7 +545,19 @@ def test_on_the_gpu_the_sizes_of_real_models_agree_with_the_reference(
         expected = reference.rms_norm(x, weight, EPS)
         assert_close(layers.rms_norm(x, weight, EPS), expected)
     gate_up = torch.randn(num_tokens, 2 * 14336, device="cuda").to(dtype)
-    assert_close(layers.silu_mul(gate_up), reference.silu_mul(gate_up))
+    for kind in ("silu", "gelu_tanh"):
+        assert_close(layers.gate_mul(gate_up, kind), reference.gate_mul(gate_up, kind))
+    for has_others, hidden_size, num_norms in ((False, 5376, 1), (True, 2816, 3)):
+        residual = torch.randn(num_tokens, hidden_size, device="cuda").to(dtype)
+        norms = torch.randn(num_norms, hidden_size, device="cuda").to(dtype)
+        branch = branch_on(
+            "cuda",
+            branch_case(dtype, num_tokens, hidden_size, has_others=has_others, has_scalar=True),
+        )
+        own = residual.clone()
+        expected = reference.add_and_norm(own, branch, norms, GEMMA)
+        assert_close(layers.add_and_norm(residual, branch, norms, GEMMA), expected)
+        assert_close(residual, own)
     for norm in (False, True):
         case = rotation_case(32, 8, 128, dtype, num_tokens, norm)
         case["slot_mapping"] = torch.randperm(num_tokens)
@@ -354,6 +565,14 @@ def test_on_the_gpu_the_sizes_of_real_models_agree_with_the_reference(
             expected_rotated = rotate(case, pool, "cuda")
         for out, wanted in zip(rotate(case, pool, "cuda"), expected_rotated, strict=True):
             assert_close(out, wanted)
+    pool = torch.zeros(num_tokens // 16 + 1, 3, 2, 16, 4, 512, dtype=dtype)
+    case = rotation_case(32, 4, 512, dtype, num_tokens, norm=True, num_parts=1)
+    case["norms"] = HeadNorms(case["norms"].weights, GEMMA, has_values=True)
+    case["cos_sin"], case["slot_mapping"] = table(50, 128), torch.randperm(num_tokens)
+    with choose("reference"):
+        expected_rotated = rotate(case, pool, "cuda")
+    for out, wanted in zip(rotate(case, pool, "cuda"), expected_rotated, strict=True):
+        assert_close(out, wanted)
 
 
 @pytest.mark.gpu
@@ -366,8 +585,10 @@ def test_on_the_gpu_a_captured_graph_sees_new_numbers() -> None:
 
     def step() -> Tensor:
         q = layers.rotate_and_store(**moved, cache=LayerCache(pool[:, 1, 0], pool[:, 1, 1]))
-        normed = layers.rms_norm(q.flatten(1), weight, EPS)
-        return layers.silu_mul(torch.cat([normed, q.flatten(1)], dim=1))
+        rows = q.flatten(1)
+        branch = Branch(layers.rms_norm(rows, weight, EPS), weight)
+        [normed] = layers.add_and_norm(rows, branch, weight[None], GEMMA)
+        return layers.gate_mul(torch.cat([normed, rows], dim=1), "gelu_tanh")
 
     step()
     graph = torch.cuda.CUDAGraph()
