@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from tieredkv.config import Dtype, Fingerprint, Settings
+from tieredkv.engine import fused_gemma
 from tieredkv.engine.attention import ATTENTION_NAME, AttentionLayer, own_layers
 from tieredkv.engine.byte_tokenizer import BYTE_VOCAB_SIZE, stop_token_ids
 from tieredkv.engine.checkpoint import (
@@ -46,6 +47,7 @@ from tieredkv.engine.fingerprint import (
 )
 from tieredkv.engine.fused import FusedModel
 from tieredkv.engine.fused_experts import fuse_experts
+from tieredkv.engine.fused_gemma import FusedGemma
 from tieredkv.engine.fused_latent import fuse_latents
 from tieredkv.engine.latent import keep_latents
 from tieredkv.engine.quantized import check_quantization_files, find_quantization
@@ -187,7 +189,7 @@ class FoundModel:
             tokenizer=tokenizer,
             fingerprint=digest,
             eos_token_ids=frozenset(i for i in ends if 0 <= i < self.vocab_size),
-            fused=FusedModel.from_model(model, self.config),
+            fused=_fuse(model, self.config),
         )
 
 
@@ -207,7 +209,7 @@ class LoadedModel(FoundModel):
     tokenizer: PreTrainedTokenizerBase
     fingerprint: bytes
     eos_token_ids: frozenset[int]
-    fused: FusedModel | None
+    fused: FusedModel | FusedGemma | None
 
     @contextlib.contextmanager
     def shortened(self, num_layers: int) -> Iterator["LoadedModel | None"]:
@@ -224,8 +226,7 @@ class LoadedModel(FoundModel):
         base: Any = self.model.base_model
         layers = getattr(base, "layers", None)
         if self.fused is not None:
-            fused = replace(self.fused, layers=self.fused.layers[:num_layers])
-            yield replace(self, fused=fused)
+            yield replace(self, fused=self.fused.shortened(num_layers))
         elif isinstance(layers, torch.nn.ModuleList):
             base.layers = layers[:num_layers]
             try:
@@ -234,6 +235,11 @@ class LoadedModel(FoundModel):
                 base.layers = layers
         else:
             yield None
+
+
+def _fuse(model: PreTrainedModel, config: PreTrainedConfig) -> FusedModel | FusedGemma | None:
+    is_gemma = config.model_type in fused_gemma.FAMILIES
+    return (FusedGemma if is_gemma else FusedModel).from_model(model, config)
 
 
 def _described(layer: AttentionLayer) -> str:

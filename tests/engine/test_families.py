@@ -19,7 +19,8 @@ from tests.engine.harness import BLOCK_SIZE
 from tests.engine.logits import run_paged, run_transformers
 from tieredkv.engine.attention import own_layers
 from tieredkv.engine.byte_tokenizer import byte_tokenizer
-from tieredkv.engine.loader import find_model
+from tieredkv.engine.fused_gemma import FusedGemma
+from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.suitability import check_config, probe_attention
 from tieredkv.engine.text_model import text_config
 from tieredkv.errors import ModelError
@@ -244,7 +245,8 @@ def write_checkpoint(folder: Path, config: PreTrainedConfig) -> None:
     byte_tokenizer(300, CONTEXT_LEN).save_pretrained(folder)
 
 
-def assert_equal_logits(folder: Path) -> None:
+def assert_equal_logits(folder: Path) -> LoadedModel:
+    """Compare the logits of the engine and of transformers, and return the engine's model."""
     ids = random.Random(7).choices(range(300), k=CONTEXT_LEN)
     auto: Any = AutoModelForCausalLM
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -252,12 +254,15 @@ def assert_equal_logits(folder: Path) -> None:
     expected = run_transformers(model, ids)
     loaded = find_model(str(folder), device="cpu").load()
     assert (run_paged(loaded, ids) - expected).abs().max() <= 1e-4 * expected.abs().max()
+    return loaded
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_accepted_family_gives_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, make_config(*FAMILIES[name]))
-    assert_equal_logits(tmp_path)
+    loaded = assert_equal_logits(tmp_path)
+    is_gemma = name.startswith(("gemma3", "gemma4")) and name != "gemma4 with shared keys"
+    assert isinstance(loaded.fused, FusedGemma) == is_gemma
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from tests.engine.test_families import SMALL, write_checkpoint
 from tests.engine.test_text_model import QWEN_VISION, VISION, write_whole
 from tieredkv import LLM, SamplingParams
+from tieredkv.engine.fused_gemma import FusedGemma
+from tieredkv.engine.loader import find_model
 from tieredkv.engine.suitability import TESTED_MODEL_TYPES
 
 CONTEXT_LEN = 256
@@ -319,10 +321,18 @@ def assert_same_answers(folder: Path, expected: list[list[int]]) -> None:
     assert len({token for answer in expected for token in answer}) > NUM_TOKENS // 2
 
 
+def assert_gemma_is_fused(name: str, folder: Path) -> None:
+    """Check that a checkpoint of Gemma runs in fused steps, and no other by the same class."""
+    is_gemma = "gemma" in name and "e2b" not in name and "e4b" not in name
+    fused = find_model(str(folder), device="cpu").load().fused
+    assert isinstance(fused, FusedGemma) == is_gemma
+
+
 @pytest.mark.parametrize("name", TEXTS)
 def test_the_engine_answers_as_transformers_generates(name: str, tmp_path: Path) -> None:
     model_type, told = TEXTS[name]
     write_checkpoint(tmp_path, AutoConfig.for_model(model_type, **text_sizes(told)))
+    assert_gemma_is_fused(name, tmp_path)
     auto: Any = AutoModelForCausalLM
     model = auto.from_pretrained(tmp_path, dtype=torch.float32).eval()
     assert_same_answers(tmp_path, expected_answers(model))
@@ -333,6 +343,7 @@ def test_the_engine_answers_as_the_whole_of_a_multimodal_checkpoint(
     name: str, tmp_path: Path
 ) -> None:
     model = write_whole(tmp_path, make_whole(name))
+    assert_gemma_is_fused(name, tmp_path)
     assert_same_answers(tmp_path, expected_answers(model))
 
 

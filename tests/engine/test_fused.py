@@ -16,6 +16,7 @@ from tests.golden import told
 from tieredkv.config import Dtype
 from tieredkv.engine.fingerprint import parameters_fingerprint
 from tieredkv.engine.fused import FusedModel
+from tieredkv.engine.fused_gemma import FusedGemma
 from tieredkv.engine.loader import LoadedModel, find_model
 
 LLAMA3_ROPE = {
@@ -33,6 +34,27 @@ YARN_ROPE = {
     "original_max_position_embeddings": 128,
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+GEMMA_3 = {
+    "model_type": "gemma3_text",
+    "head_dim": 24,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+GEMMA_4 = {
+    "model_type": "gemma4_text",
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "sliding_window": 20,
+    "final_logit_softcapping": 3.0,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
     "llama-yarn": {"model_type": "llama", "rope_parameters": YARN_ROPE, "head_dim": 40},
@@ -69,6 +91,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "mlp_only_layers": [1],
     },
+    "gemma3": GEMMA_3,
+    "gemma4": GEMMA_4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4-tied": GEMMA_4 | {"attention_bias": True, "tie_word_embeddings": True},
+    "gemma4-experts": GEMMA_4
+    | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 40},
+    "gemma4_unified": GEMMA_4
+    | {"model_type": "gemma4_unified_text", "final_logit_softcapping": None},
     "qwen3-tied": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
 }
 Load = Callable[..., LoadedModel]
@@ -90,9 +119,10 @@ def load(tmp_path: Path) -> Load:
         (tmp_path / "config.json").write_text(json.dumps(table | config))
         loaded = find_model(f"random:{tmp_path}", device=device, dtype=dtype).load()
         generator = torch.Generator(loaded.device).manual_seed(4)
-        for parameter in loaded.model.parameters():
-            mean, std = (0.0, 0.2) if parameter.ndim > 1 else (0.7, 0.3)
-            parameter.normal_(mean, std, generator=generator)
+        scalars = [it for name, it in loaded.model.named_buffers() if name.endswith("layer_scalar")]
+        for tensor in (*loaded.model.parameters(), *scalars):
+            mean, std = (0.0, 0.2) if tensor.ndim > 1 else (0.7, 0.3)
+            tensor.normal_(mean, std, generator=generator)
         return loaded
 
     return make
@@ -128,11 +158,19 @@ def tensors_in(part: Any) -> Iterator[Tensor]:
             yield from tensors_in(each)
 
 
+def tables_in(fused: FusedModel | FusedGemma) -> list[Tensor]:
+    """Return the tables of a model's ropes."""
+    if isinstance(fused, FusedModel):
+        return [fused.cos_sin]
+    return [layer.cos_sin for layer in fused.layers]
+
+
 def test_parameters_are_views_of_what_is_merged(config: dict[str, Any], load: Load) -> None:
     loaded = load(**config)
     assert loaded.fused is not None
     own = {p.untyped_storage().data_ptr() for p in loaded.model.parameters()}
-    fused = [tensor for tensor in tensors_in(loaded.fused) if tensor is not loaded.fused.cos_sin]
+    others = {*map(id, loaded.model.buffers()), *map(id, tables_in(loaded.fused))}
+    fused = [tensor for tensor in tensors_in(loaded.fused) if id(tensor) not in others]
     assert {tensor.untyped_storage().data_ptr() for tensor in fused} == own
     sizes = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in fused}
     assert sum(sizes.values()) == sum(p.nbytes for p in loaded.model.parameters())
@@ -154,7 +192,7 @@ def test_merging_leaves_names_values_and_fingerprint(load: Load) -> None:
 
 def test_positions_past_the_first_chunk_of_the_table_are_rotated_right(load: Load) -> None:
     loaded = load(**CONFIGS["llama"], max_position_embeddings=40_000, num_hidden_layers=1)
-    assert loaded.fused is not None
+    assert isinstance(loaded.fused, FusedModel)
     whole: Any = loaded.model
     positions = torch.tensor([[0, 1, 16_383, 16_384, 39_999]])
     cos, sin = whole.model.rotary_emb(torch.empty(0), position_ids=positions)
@@ -263,6 +301,102 @@ def test_another_activation_runs_as_before(load: Load, caplog: pytest.LogCapture
     with caplog.at_level("INFO"):
         assert load(**CONFIGS["llama"], hidden_act="gelu").fused is None
     tell_why(caplog)
+
+
+def change_layers(fused: FusedGemma, **changes: Callable[[Any], Any]) -> FusedGemma:
+    """Change fields of all layers that have them."""
+    changed = [
+        dataclasses.replace(
+            layer, **{k: change(getattr(layer, k)) for k, change in changes.items()}
+        )
+        for layer in fused.layers
+    ]
+    return dataclasses.replace(fused, layers=changed)
+
+
+def roll_row(index: int) -> Callable[[Tensor], Tensor]:
+    """Return a change of one of several norms: its weights are moved by one element."""
+
+    def roll(norms: Tensor) -> Tensor:
+        rows = norms.clone()
+        rows[index] = rows[index].roll(1, -1)
+        return rows
+
+    return roll
+
+
+def roll(weights: Tensor) -> Tensor:
+    return weights.roll(1, -1)
+
+
+def change_norms(change: Callable[[Any], Any]) -> Callable[[FusedGemma], FusedGemma]:
+    return lambda fused: change_layers(fused, head_norms=change)
+
+
+GEMMA_FAULTS: dict[str, Callable[[FusedGemma], FusedGemma]] = {
+    "embedding scale": lambda it: dataclasses.replace(it, embedding_scale=1.0),
+    "soft cap": lambda it: dataclasses.replace(it, softcap=None),
+    "final norm": lambda it: dataclasses.replace(it, final_norm=roll(it.final_norm)),
+    "offset of norms": lambda it: dataclasses.replace(it, style=it.style._replace(offset=0.5)),
+    "input norm": lambda it: change_layers(it, input_norm=roll),
+    "attention norm": lambda it: change_layers(it, attention_norm=roll),
+    "mlp's first norm": lambda it: change_layers(it, mlp_norms=roll_row(0)),
+    "experts' first norm": lambda it: change_layers(it, mlp_norms=roll_row(1)),
+    "router's norm": lambda it: change_layers(it, mlp_norms=roll_row(2)),
+    "mlp's own norm": lambda it: change_layers(it, own_norms=roll_row(0)),
+    "experts' own norm": lambda it: change_layers(it, own_norms=roll_row(1)),
+    "mlp norm": lambda it: change_layers(it, mlp_norm=roll),
+    "layer scalar": lambda it: change_layers(it, scalar=lambda _: None),
+    "gate": lambda it: change_layers(it, mlp=lambda mlp: dataclasses.replace(mlp, kind="silu")),
+    "attention scale": lambda it: change_layers(it, scale=lambda scale: 0.5 * scale),
+    "rope's positions": lambda it: change_layers(it, cos_sin=lambda table: table * 0.9),
+    "rope's angles": lambda it: change_layers(it, cos_sin=lambda table: table[:, :6].contiguous()),
+    "rope's kind": lambda it: change_layers(it, cos_sin=lambda _: it.layers[1].cos_sin),
+    "query norm": change_norms(lambda it: it._replace(weights=roll_row(0)(it.weights))),
+    "key norm": change_norms(lambda it: it._replace(weights=roll_row(1)(it.weights))),
+    "value norm": change_norms(lambda it: it._replace(has_values=False)),
+}
+
+
+@pytest.mark.parametrize("fault", GEMMA_FAULTS)
+def test_a_wrong_norm_rope_or_factor_of_gemma_would_be_seen(fault: str, load: Load) -> None:
+    loaded = load(**CONFIGS["gemma4-experts"], attention_k_eq_v=True, num_global_key_value_heads=1)
+    assert isinstance(loaded.fused, FusedGemma)
+    ids = prompt(60)
+    expected = run_paged(loaded, ids)
+    wrong = dataclasses.replace(loaded, fused=GEMMA_FAULTS[fault](loaded.fused))
+    assert (run_paged(wrong, ids) - expected).abs().max() > 1e-3 * expected.abs().max()
+
+
+def turn_fewer_full(model: Any) -> None:
+    angles = model.model.rotary_emb.full_attention_inv_freq
+    model.model.rotary_emb.full_attention_inv_freq = angles[:4]
+
+
+@pytest.mark.parametrize(
+    ("changes", "change"),
+    [
+        ({"hidden_activation": "silu"}, None),
+        ({"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300}, None),
+        ({}, rename),
+        ({}, turn_fewer_full),
+        ({}, lengthen),
+    ],
+)
+def test_an_unknown_gemma_is_left_to_transformers(
+    changes: dict[str, Any],
+    change: Callable[[Any], None] | None,
+    load: Load,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loaded = load(**CONFIGS["gemma4"] | changes)
+    caplog.clear()
+    if change is not None:
+        change(loaded.model)
+    with caplog.at_level("INFO"):
+        assert FusedGemma.from_model(loaded.model, loaded.config) is None
+    [record] = [each for each in caplog.records if each.name == FusedGemma.__module__]
+    told(record.getMessage())
 
 
 @pytest.mark.gpu
