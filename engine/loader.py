@@ -49,6 +49,7 @@ from tieredkv.engine.fused import FusedModel
 from tieredkv.engine.fused_experts import fuse_experts
 from tieredkv.engine.fused_gemma import FusedGemma
 from tieredkv.engine.fused_latent import fuse_latents
+from tieredkv.engine.fused_norms import fuse_norms
 from tieredkv.engine.latent import keep_latents
 from tieredkv.engine.quantized import check_quantization_files, find_quantization
 from tieredkv.engine.rope import fixed_rope, scaled_rope, why_unscalable
@@ -177,6 +178,7 @@ class FoundModel:
         keep_latents(model)
         fuse_latents(model, self.config)
         fuse_experts(model, self.config)
+        fuse_norms(model, self.config)
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         found["device"] = next(model.parameters()).device
         kinds = dict.fromkeys(map(_described, self.layers))

@@ -77,7 +77,7 @@ class Branch(NamedTuple):
 
     Attributes:
         rows: [num_tokens, hidden_size], contiguous.
-        norm: [hidden_size], the weights of their norm.
+        norm: [hidden_size], the weights of their norm; None adds them as they are.
         others: rows that `rows` are added to before that norm, of the same shape; or None.
         own_norms: [2, hidden_size], the weights of norms of `rows` and of `others` before they are
             added up; None without `others`.
@@ -85,7 +85,7 @@ class Branch(NamedTuple):
     """
 
     rows: Tensor
-    norm: Tensor
+    norm: Tensor | None = None
     others: Tensor | None = None
     own_norms: Tensor | None = None
     scalar: Tensor | None = None

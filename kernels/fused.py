@@ -92,7 +92,8 @@ def _add_and_norm_kernel(
                 HIDDEN_SIZE,
             )  # fmt: skip
             row = (row.to(tl.float32) + other.to(tl.float32)).to(x.dtype)
-        row = _norm_row(row, norm_ptr, column, mask, eps, offset, IS_ROUNDED_FIRST, HIDDEN_SIZE)
+        if norm_ptr is not None:
+            row = _norm_row(row, norm_ptr, column, mask, eps, offset, IS_ROUNDED_FIRST, HIDDEN_SIZE)
         x = (x.to(tl.float32) + row.to(tl.float32)).to(x.dtype)
         if scalar_ptr is not None:
             x = (x.to(tl.float32) * tl.load(scalar_ptr).to(tl.float32)).to(x.dtype)

@@ -82,8 +82,9 @@ def add_and_norm(
         raise ShapeError(f"residual {describe(residual)} is not contiguous")
     check_norms("norms", norms, residual, (len(norms), *residual.shape[1:]))
     if branch is not None:
-        check_norms("norm", branch.norm, residual, residual.shape[1:])
         check_norms("rows", branch.rows, residual, residual.shape)
+        if branch.norm is not None:
+            check_norms("norm", branch.norm, residual, residual.shape[1:])
         if branch.others is not None:
             check_norms("others", branch.others, residual, residual.shape)
         if (branch.others is None) != (branch.own_norms is None):

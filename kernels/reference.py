@@ -45,7 +45,7 @@ def add_and_norm(
         if branch.others is not None and branch.own_norms is not None:
             first, second = branch.own_norms.float()
             rows = _norm(rows, first, style) + _norm(branch.others, second, style)
-        residual += _norm(rows, branch.norm.float(), style)
+        residual += rows if branch.norm is None else _norm(rows, branch.norm.float(), style)
         if branch.scalar is not None:
             residual *= branch.scalar
     normed = residual.new_empty(len(norms), *residual.shape)

@@ -13,7 +13,7 @@ from tests.engine.logits import run_paged
 from tests.engine.test_families import FAMILIES, make_config, write_checkpoint
 from tieredkv.engine.experts import EXPERTS_NAME, find_experts
 from tieredkv.engine.loader import LoadedModel, find_model
-from tieredkv.kernels import experts
+from tieredkv.kernels import experts, layers
 from tieredkv.kernels.expert_layout import Gate, RoutingRule
 
 TAKEN = {
@@ -62,16 +62,29 @@ def test_experts_of_another_make_are_left_to_transformers(tmp_path: Path) -> Non
     ("name", "part", "num_fused"),
     [("glm4_moe", "mlp", 1), ("glm4_moe in groups", "mlp", 0), ("mixtral", "mlp", 0)],
 )
-def test_blocks_or_routers_of_known_families_are_fused_and_keep_their_parameters(
+def test_blocks_and_norms_of_known_families_are_fused_and_keep_their_parameters(
     name: str, part: str, num_fused: int, tmp_path: Path
 ) -> None:
     loaded = load(name, tmp_path)
     base: Any = loaded.model.base_model
     assert sum("forward" in vars(getattr(layer, part)) for layer in base.layers) == num_fused
+    is_known = name.startswith("glm4_moe")
+    assert ["forward" in vars(layer) for layer in base.layers] == [is_known] * 2
     names = {key for key, _ in loaded.model.named_parameters()}
     with torch.device("meta"):
         plain = type(loaded.model)(loaded.config)
     assert names == {key for key, _ in plain.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "add_and_norm"])
+def test_a_wrong_norm_around_attention_would_be_seen(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load("glm4_moe", tmp_path)
+    ids = random.Random(7).choices(range(300), k=60)
+    expected, right = run_paged(loaded, ids), getattr(layers, name)
+    monkeypatch.setattr(layers, name, lambda *given: right(*given).roll(1, -1))
+    assert (run_paged(loaded, ids) - expected).abs().max() > 1e-3 * expected.abs().max()
 
 
 def lose_choice_bias(rule: RoutingRule) -> RoutingRule:

@@ -301,7 +301,9 @@ def expected_sum(residual: Tensor, branch: Branch, style: NormStyle) -> Tensor:
     if branch.others is not None and branch.own_norms is not None:
         first, second = branch.own_norms
         rows = normed(rows, first, style) + normed(branch.others.double(), second, style)
-    total = residual.double() + normed(rows, branch.norm, style)
+    if branch.norm is not None:
+        rows = normed(rows, branch.norm, style)
+    total = residual.double() + rows
     return total if branch.scalar is None else total * branch.scalar.double()
 
 
@@ -343,6 +345,19 @@ def test_a_branch_is_normed_and_added_and_the_sum_is_normed_for_what_comes_next(
     assert out.is_contiguous()
     for row, weight in zip(out, norms, strict=True):
         assert_close(row, normed(moved.cpu().double(), weight, style).to(dtype))
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_a_branch_without_a_norm_is_only_added(device: str, choose: Choose, backend: str) -> None:
+    residual, branch = torch.randn(3, 80), Branch(torch.randn(3, 80))
+    total, weight = expected_sum(residual, branch, LLAMA), torch.randn(80)
+    moved = residual.to(device, copy=True)
+    with choose(backend):
+        [out] = layers.add_and_norm(
+            moved, branch_on(device, branch), weight[None].to(device), LLAMA
+        )
+    assert_close(moved, total.float())
+    assert_close(out, normed(total, weight, LLAMA).float())
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
