@@ -36,7 +36,8 @@ class _Layer:
 
     Attributes:
         input_norm: [1, hidden_size].
-        qkv: without values where the keys are the values too.
+        qkv: without values where the keys are the values too, and without keys in a layer that
+            attends to those of another.
         cos_sin: of the layer's type; see `layers.rotate_and_store`.
         attention_norm: [hidden_size], of what attention adds.
         mlp_norms: [num_norms, hidden_size], of the inputs of the MLP, the experts and the router.
@@ -44,7 +45,9 @@ class _Layer:
         sparse: experts beside it, or None.
         own_norms: [2, hidden_size], of the MLP and of the experts before they are added up.
         mlp_norm: [hidden_size], of what the MLP, or both, add.
+        own_input: what the layer's own embeddings add behind the MLP; None for nothing.
         scalar: [1], a factor on the layer's result; None in Gemma 3.
+        has_keys: whether it stores keys and values.
     """
 
     input_norm: Tensor
@@ -59,7 +62,9 @@ class _Layer:
     sparse: SparseMLP | None
     own_norms: Tensor | None
     mlp_norm: Tensor
+    own_input: "_OwnInput | None"
     scalar: Tensor | None
+    has_keys: bool
 
     def compute_mlp(self, normed: Tensor) -> Branch:
         """Compute what the second half of the layer adds to the residual stream.
@@ -71,7 +76,59 @@ class _Layer:
         if self.sparse is not None:
             chosen = self.sparse.choose(normed[2])
             others = experts.compute_experts(normed[1], *chosen, self.sparse.experts)
-        return Branch(rows, self.mlp_norm, others, self.own_norms, self.scalar)
+        scalar = self.scalar if self.own_input is None else None  # of the layer's last sum
+        return Branch(rows, self.mlp_norm, others, self.own_norms, scalar)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OwnInput:
+    """Weights by which a layer's own embeddings enter it.
+
+    Attributes:
+        gate: of the residual stream, [own_size, hidden_size].
+        out: [hidden_size, own_size].
+        norm: [hidden_size], of what is added.
+    """
+
+    gate: Linear
+    out: Linear
+    norm: Tensor
+
+    def compute(self, x: Tensor, embedded: Tensor, scalar: Tensor | None) -> Branch:
+        """Compute what the embeddings, [num_tokens, own_size], add to the residual stream."""
+        gated = F.gelu(layers.linear(x, *self.gate), approximate="tanh") * embedded
+        return Branch(layers.linear(gated, *self.out), self.norm, scalar=scalar)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OwnEmbeddings:
+    """Embeddings of all layers, made of the tokens and of the residual stream before the first.
+
+    Attributes:
+        embedding: [vocab_size, num_layers * own_size].
+        embedding_scale: factor on it.
+        projection: [num_layers * own_size, hidden_size].
+        projection_scale: factor on what it gives.
+        norm: [own_size], of that.
+        scale: factor on the sum.
+    """
+
+    embedding: Tensor
+    embedding_scale: float
+    projection: Linear
+    projection_scale: float
+    norm: Tensor
+    scale: float
+
+    def compute(self, token_ids: Tensor, x: Tensor, style: NormStyle) -> Tensor:
+        """Return the embeddings of a step's tokens, [num_tokens, num_layers, own_size]."""
+        own_size = len(self.norm)
+        embedded = F.embedding(token_ids, self.embedding) * self.embedding_scale
+        projected = layers.linear(x, *self.projection) * self.projection_scale
+        branch = Branch(projected.view(-1, own_size), self.norm)
+        rows = embedded.view(-1, own_size)
+        layers.add_and_norm(rows, branch, rows.new_empty(0, own_size), style)
+        return rows.mul_(self.scale).view(len(token_ids), -1, own_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +138,7 @@ class FusedGemma:
     Attributes:
         embedding: [vocab_size, hidden_size].
         embedding_scale: factor on it.
+        own_embeddings: of the layers, or None.
         final_norm: [1, hidden_size].
         head: the output layer's weight, [vocab_size, hidden_size].
         softcap: logits lie between it and its negative; None for no limit.
@@ -90,6 +148,7 @@ class FusedGemma:
     embedding: Tensor
     embedding_scale: float
     layers: Sequence[_Layer]
+    own_embeddings: _OwnEmbeddings | None
     final_norm: Tensor
     head: Tensor
     softcap: float | None
@@ -115,14 +174,15 @@ class FusedGemma:
         }
         weights_plus_one = config.model_type == "gemma3_text"
         style = NormStyle(config.rms_norm_eps, float(weights_plus_one), is_rounded_first=False)
-        embeddings = base.embed_tokens
+        has_own = bool(getattr(config, "hidden_size_per_layer_input", 0))
         fused = cls(
-            embedding=embeddings.weight.data,
-            embedding_scale=float(embeddings.embed_scale.to(embeddings.weight.dtype)),
+            embedding=base.embed_tokens.weight.data,
+            embedding_scale=_scale_of(base.embed_tokens),
             layers=[
                 _merge_layer(layer, tables[kind], style)
                 for layer, kind in zip(base.layers, config.layer_types, strict=True)
             ],
+            own_embeddings=_own_embeddings(base) if has_own else None,
             final_norm=base.norm.weight.data[None],
             head=whole.lm_head.weight.data,
             softcap=config.final_logit_softcapping,
@@ -141,6 +201,9 @@ class FusedGemma:
     ) -> Tensor:
         """Compute a step's tokens, as `FusedModel.forward` does."""
         x = F.embedding(token_ids, self.embedding) * self.embedding_scale
+        own, nothing = self.own_embeddings, x.new_empty(0, x.shape[1])
+        embedded = None if own is None else own.compute(token_ids, x, self.style)
+        last_stored = max(index for index, layer in enumerate(self.layers) if layer.has_keys)
         [normed] = layers.add_and_norm(x, None, self.layers[0].input_norm, self.style)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.final_norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
@@ -153,18 +216,21 @@ class FusedGemma:
                 context.caches[index],
                 layer.head_norms,
             )
+            if not len(kept) and index == last_stored:  # only keys and values were wanted
+                return x.new_empty(0, len(self.head))
             if index < len(self.layers) - 1:
                 attended = context.attend(q, layer.scale, index)
-            elif len(kept):  # only these tokens are needed from here on
+            else:  # only these tokens are needed from here on
                 attended = context.attend(q, layer.scale, index, kept)
-                x = x[kept]
-            else:  # only keys and values were wanted
-                return x.new_empty(0, len(self.head))
+                x, embedded = x[kept], None if embedded is None else embedded[kept]
             branch = Branch(
                 layers.linear(attended.flatten(1), *layer.attention_out), layer.attention_norm
             )
             mlp_rows = layers.add_and_norm(x, branch, layer.mlp_norms, self.style)
             branch = layer.compute_mlp(mlp_rows)
+            if embedded is not None and layer.own_input is not None:
+                layers.add_and_norm(x, branch, nothing, self.style)
+                branch = layer.own_input.compute(x, embedded[:, index], layer.scalar)
             [normed] = layers.add_and_norm(x, branch, next_norm, self.style)
         logits = F.linear(normed, self.head)
         if self.softcap is not None:
@@ -177,10 +243,6 @@ def _refusal(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
     if config.hidden_activation != "gelu_pytorch_tanh":
         what = f"its activation is `{config.hidden_activation}`"
         return f"{what}, and only `gelu_pytorch_tanh` is fused"
-    if getattr(config, "hidden_size_per_layer_input", 0):
-        return "its layers have embeddings of their own"
-    if getattr(config, "num_kv_shared_layers", 0):
-        return "some of its layers attend to the keys of others"
     if reason := find_unknown_part(model, config):
         return reason
     whole: Any = model
@@ -211,18 +273,38 @@ def _num_angles(rotary: Any, layer_type: str) -> int:
     return int(angles.count_nonzero()) if is_partial else len(angles)
 
 
+def _scale_of(embeddings: Any) -> float:
+    return float(embeddings.embed_scale.to(embeddings.weight.dtype))
+
+
+def _own_embeddings(base: Any) -> _OwnEmbeddings:
+    return _OwnEmbeddings(
+        embedding=base.embed_tokens_per_layer.weight.data,
+        embedding_scale=_scale_of(base.embed_tokens_per_layer),
+        projection=merge_linears(base.per_layer_model_projection),
+        projection_scale=float(base.per_layer_model_projection_scale),
+        norm=base.per_layer_projection_norm.weight.data,
+        scale=float(base.per_layer_input_scale),
+    )
+
+
 def _merge_layer(layer: Any, cos_sin: Tensor, style: NormStyle) -> _Layer:
     attention = layer.self_attn
-    projections = attention.q_proj, attention.k_proj, attention.v_proj
-    head_norms = merge_parameters([attention.q_norm.weight, attention.k_norm.weight])
-    sparse, own_norms = None, None
+    has_keys = hasattr(attention, "k_proj")
+    projections, norms = [attention.q_proj], [attention.q_norm.weight]
+    if has_keys:
+        values = [] if attention.v_proj is None else [attention.v_proj]
+        projections += [attention.k_proj, *values]
+        norms += [attention.k_norm.weight]
+    head_norms = merge_parameters(norms).view(len(norms), -1)
+    sparse, own_norms, own_input = None, None, None
     mlp_norms = [layer.pre_feedforward_layernorm.weight]
     if hasattr(layer, "router"):
         router, found = layer.router, find_experts(layer.experts)
         assert found is not None, f"{layer.experts} is not known to the kernels"
         mlp_norms += [layer.pre_feedforward_layernorm_2.weight, router.scale]
-        norms = layer.post_feedforward_layernorm_1.weight, layer.post_feedforward_layernorm_2.weight
-        own_norms = merge_parameters(norms).view(2, -1)
+        outs = layer.post_feedforward_layernorm_1, layer.post_feedforward_layernorm_2
+        own_norms = merge_parameters([out.weight for out in outs]).view(2, -1)
         sparse = SparseMLP(
             router=(router.proj.weight.data, None),
             experts=found,
@@ -232,10 +314,16 @@ def _merge_layer(layer: Any, cos_sin: Tensor, style: NormStyle) -> _Layer:
                 logit_scale=float(router.scalar_root_size),
             ),
         )
+    if hasattr(layer, "per_layer_input_gate"):
+        own_input = _OwnInput(
+            gate=merge_linears(layer.per_layer_input_gate),
+            out=merge_linears(layer.per_layer_projection),
+            norm=layer.post_per_layer_input_norm.weight.data,
+        )
     return _Layer(
         input_norm=layer.input_layernorm.weight.data[None],
-        qkv=merge_linears(*(each for each in projections if each is not None)),
-        head_norms=HeadNorms(head_norms.view(2, -1), style, hasattr(attention, "v_norm")),
+        qkv=merge_linears(*projections),
+        head_norms=HeadNorms(head_norms, style, hasattr(attention, "v_norm")),
         cos_sin=cos_sin,
         scale=float(attention.scaling),
         attention_out=merge_linears(attention.o_proj),
@@ -245,5 +333,7 @@ def _merge_layer(layer: Any, cos_sin: Tensor, style: NormStyle) -> _Layer:
         sparse=sparse,
         own_norms=own_norms,
         mlp_norm=layer.post_feedforward_layernorm.weight.data,
+        own_input=own_input,
         scalar=getattr(layer, "layer_scalar", None),
+        has_keys=has_keys,
     )

@@ -63,7 +63,8 @@ class HeadNorms(NamedTuple):
     """The norms of queries and keys, head by head, before they are rotated.
 
     Attributes:
-        weights: [2, head_dim], contiguous: those of queries, then those of keys.
+        weights: [2, head_dim], contiguous: those of queries, then those of keys; [1, head_dim]
+            where there are only queries.
         has_values: whether values are normed too, with weights of 1.
     """
 

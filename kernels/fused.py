@@ -195,13 +195,14 @@ def _rotate_and_store_kernel(
         low, high = low * scale, high * scale
         if HAS_VALUE_NORM:
             raw_low, raw_high = low.to(dtype), high.to(dtype)
-        q_norm, k_norm = head_norms_ptr + dim, head_norms_ptr + 2 * HALF_DIM + dim
-        q_low = tl.load(q_norm, mask=is_real, other=0.0)
-        q_high = tl.load(q_norm + HALF_DIM, mask=is_real, other=0.0)
-        k_low = tl.load(k_norm, mask=is_real, other=0.0)
-        k_high = tl.load(k_norm + HALF_DIM, mask=is_real, other=0.0)
-        weight_low = tl.where(is_query, q_low, k_low)
-        weight_high = tl.where(is_query, q_high, k_high)
+        weight_low = tl.load(head_norms_ptr + dim, mask=is_real, other=0.0)
+        weight_high = tl.load(head_norms_ptr + HALF_DIM + dim, mask=is_real, other=0.0)
+        if NUM_KV_HEADS > 0:
+            k_norm = head_norms_ptr + 2 * HALF_DIM + dim
+            k_low = tl.load(k_norm, mask=is_real, other=0.0)
+            k_high = tl.load(k_norm + HALF_DIM, mask=is_real, other=0.0)
+            weight_low = tl.where(is_query, weight_low, k_low)
+            weight_high = tl.where(is_query, weight_high, k_high)
         low = _weigh(low, weight_low, offset, dtype, IS_ROUNDED_FIRST).to(tl.float32)
         high = _weigh(high, weight_high, offset, dtype, IS_ROUNDED_FIRST).to(tl.float32)
     position = tl.load(positions_ptr + token).to(tl.int64)

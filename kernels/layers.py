@@ -230,7 +230,8 @@ def rotate_and_store(
             raise ShapeError(f"{what} for each row of qkv {describe(qkv)}")
         checks.check_indices(name, indices, cache)
     if norms is not None:
-        check_norms("head_norms", norms.weights, qkv, (2, head_dim))
+        num_norms = 2 if qkv.shape[1] > widths[0] else 1
+        check_norms("head_norms", norms.weights, qkv, (num_norms, head_dim))
     is_triton = checks.use_triton(qkv.device)
     if not qkv.shape[0]:
         return qkv.new_empty(0, num_heads, head_dim)

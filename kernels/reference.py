@@ -127,8 +127,8 @@ def rotate_and_store(
     cos, sin = F.pad(cos, (0, unturned), value=1.0), F.pad(sin, (0, unturned))
     k, v = rest if rest[1].shape[1] else (rest[0], rest[0])
     if norms is not None:
-        q_norm, k_norm = norms.weights.float()
-        q, k = _norm(q, q_norm, norms.style), _norm(k, k_norm, norms.style)
+        weights = norms.weights.float()
+        q, k = _norm(q, weights[0], norms.style), _norm(k, weights[-1], norms.style)
         if norms.has_values:
             v = _norm(v, 1.0, norms.style._replace(offset=0.0))
     if k.shape[1]:

@@ -96,6 +96,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma4-tied": GEMMA_4 | {"attention_bias": True, "tie_word_embeddings": True},
     "gemma4-experts": GEMMA_4
     | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 40},
+    "gemma4-own-embeddings": GEMMA_4
+    | {
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 300,
+        "num_kv_shared_layers": 1,
+        "use_double_wide_mlp": True,
+    },
     "gemma4_unified": GEMMA_4
     | {"model_type": "gemma4_unified_text", "final_logit_softcapping": None},
     "qwen3-tied": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
@@ -358,6 +365,41 @@ GEMMA_FAULTS: dict[str, Callable[[FusedGemma], FusedGemma]] = {
 }
 
 
+def change_own(**changes: Callable[[Any], Any]) -> Callable[[FusedGemma], FusedGemma]:
+    """Return a change of the embeddings that layers have of their own."""
+
+    def change(fused: FusedGemma) -> FusedGemma:
+        own = fused.own_embeddings
+        assert own is not None
+        changed = {name: change(getattr(own, name)) for name, change in changes.items()}
+        return dataclasses.replace(fused, own_embeddings=dataclasses.replace(own, **changed))
+
+    return change
+
+
+OWN_FAULTS: dict[str, Callable[[FusedGemma], FusedGemma]] = {
+    "embedding scale": change_own(embedding_scale=lambda scale: 0.5 * scale),
+    "projection scale": change_own(projection_scale=lambda scale: -scale),
+    "norm": change_own(norm=roll),
+    "scale": change_own(scale=lambda scale: 0.5 * scale),
+    "layer's norm": lambda it: change_layers(
+        it, own_input=lambda own: dataclasses.replace(own, norm=roll(own.norm))
+    ),
+    "layer scalar": lambda it: change_layers(it, scalar=lambda _: None),
+    "query norm": change_norms(lambda it: it._replace(weights=roll_row(0)(it.weights))),
+}
+
+
+@pytest.mark.parametrize("fault", OWN_FAULTS)
+def test_a_wrong_embedding_of_layers_of_gemma_would_be_seen(fault: str, load: Load) -> None:
+    loaded = load(**CONFIGS["gemma4-own-embeddings"])
+    assert isinstance(loaded.fused, FusedGemma)
+    ids = prompt(60)
+    expected = run_paged(loaded, ids)
+    wrong = dataclasses.replace(loaded, fused=OWN_FAULTS[fault](loaded.fused))
+    assert (run_paged(wrong, ids) - expected).abs().max() > 1e-3 * expected.abs().max()
+
+
 @pytest.mark.parametrize("fault", GEMMA_FAULTS)
 def test_a_wrong_norm_rope_or_factor_of_gemma_would_be_seen(fault: str, load: Load) -> None:
     loaded = load(**CONFIGS["gemma4-experts"], attention_k_eq_v=True, num_global_key_value_heads=1)
@@ -375,13 +417,7 @@ def turn_fewer_full(model: Any) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "change"),
-    [
-        ({"hidden_activation": "silu"}, None),
-        ({"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300}, None),
-        ({}, rename),
-        ({}, turn_fewer_full),
-        ({}, lengthen),
-    ],
+    [({"hidden_activation": "silu"}, None), ({}, rename), ({}, turn_fewer_full), ({}, lengthen)],
 )
 def test_an_unknown_gemma_is_left_to_transformers(
     changes: dict[str, Any],

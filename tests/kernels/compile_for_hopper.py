@@ -171,7 +171,6 @@ def compile_latent_attention(dtype: torch.dtype, num_heads: int, latent: Latent)
 
 
 def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    is_gemma = head_dim == 512
     compile_attention(dtype, num_heads, num_kv_heads, head_dim)
     compile_kernel(
         dense_kernels._gather_kernel, dtype, {"NUM_ELEMENTS": 16 * 8 * 128, "TILE": 4096}
@@ -193,6 +192,12 @@ def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim:
         compile_kernel(
             fused._gate_mul_kernel, dtype, {"GATE": gate, "NUM_COLUMNS": 1000, "TILE": 1024}
         )
+    compile_rotation(dtype, num_heads, num_kv_heads, head_dim)
+
+
+def compile_rotation(
+    dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, *, is_gemma: bool = False
+) -> None:
     compile_kernel(
         fused._rotate_and_store_kernel,
         dtype,
@@ -323,6 +328,8 @@ if __name__ == "__main__":
         compile_experts(torch.bfloat16, tiling, 2880, 2880, "clamped", is_transposed=True)
     compile_experts(torch.float32, EXACT, 768, 2048, "silu")
     compile_experts(torch.bfloat16, NARROW, 768, 2048, "silu", is_sorted=False)
+    compile_rotation(torch.bfloat16, 32, 4, 512, is_gemma=True)
+    compile_rotation(torch.bfloat16, 8, 0, 256, is_gemma=True)
     compile_add_and_norm(5376, has_others=False)
     compile_add_and_norm(2816, has_others=True)
     compile_routing(2048, is_short=True)

@@ -272,6 +272,7 @@ def test_queries_alone_are_rotated_and_nothing_is_stored(
     pool = torch.randn(4, 3, 2, 16, 2, 32)
     expected_q, _ = expected_rotation(case, pool)
     case["qkv"] = case["qkv"][:, : 6 * 32].contiguous()
+    case["norms"] = HeadNorms(case["norms"].weights[:1], LLAMA)
     with choose(backend):
         q, stored = rotate(case, pool, device)
     assert_close(q, expected_q)
