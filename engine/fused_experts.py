@@ -1,7 +1,7 @@
 """The second half of a fused layer: one gated MLP, or a router with experts.
 
-Both take their weights from transformers' modules and know nothing of attention. `FusedModel` adds
-them to its residual stream. Of some families whose layers are not fused as a whole, the blocks
+Both take their weights from transformers' modules and know nothing of attention. A fused model
+adds them to its residual stream. Of some families whose layers are not fused as a whole, the blocks
 with experts are; all else then stays transformers'.
 """
 

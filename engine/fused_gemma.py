@@ -172,8 +172,8 @@ class FusedGemma:
             )
             for kind in set(config.layer_types)
         }
-        weights_plus_one = config.model_type == "gemma3_text"
-        style = NormStyle(config.rms_norm_eps, float(weights_plus_one), is_rounded_first=False)
+        offset = 1.0 if config.model_type == "gemma3_text" else 0.0  # whose weights are less by 1
+        style = NormStyle(float(config.rms_norm_eps), offset, is_rounded_first=False)
         has_own = bool(getattr(config, "hidden_size_per_layer_input", 0))
         fused = cls(
             embedding=base.embed_tokens.weight.data,

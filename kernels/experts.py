@@ -111,7 +111,7 @@ def add_experts(
     if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous():
         what = f"residual {describe(residual)} must be contiguous"
         raise ShapeError(f"{what} and have the shape and dtype of x {describe(x)}")
-    layers.check_norms("norm", norm, x, x.shape[1:])
+    layers.check_like("norm", norm, x, x.shape[1:])
     if not len(x):
         return x.new_empty(x.shape)
     if not checks.use_triton(x.device):

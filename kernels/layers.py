@@ -49,7 +49,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Source: RMSNorm, Zhang and Sennrich 2019.
     """
     _check_rows("x", x)
-    check_norms("weight", weight, x, x.shape[1:])
+    check_like("weight", weight, x, x.shape[1:])
     if not checks.use_triton(x.device):
         return reference.rms_norm(x, weight, eps)
     _check_width(x)
@@ -80,19 +80,19 @@ def add_and_norm(
     _check_rows("residual", residual)
     if not residual.is_contiguous():
         raise ShapeError(f"residual {describe(residual)} is not contiguous")
-    check_norms("norms", norms, residual, (len(norms), *residual.shape[1:]))
+    check_like("norms", norms, residual, (len(norms), *residual.shape[1:]))
     if branch is not None:
-        check_norms("rows", branch.rows, residual, residual.shape)
+        check_like("rows", branch.rows, residual, residual.shape)
         if branch.norm is not None:
-            check_norms("norm", branch.norm, residual, residual.shape[1:])
+            check_like("norm", branch.norm, residual, residual.shape[1:])
         if branch.others is not None:
-            check_norms("others", branch.others, residual, residual.shape)
+            check_like("others", branch.others, residual, residual.shape)
         if (branch.others is None) != (branch.own_norms is None):
             raise ShapeError("others and own_norms are given together, or neither is")
         if branch.own_norms is not None:
-            check_norms("own_norms", branch.own_norms, residual, (2, *residual.shape[1:]))
+            check_like("own_norms", branch.own_norms, residual, (2, *residual.shape[1:]))
         if branch.scalar is not None:
-            check_norms("scalar", branch.scalar, residual, (1,))
+            check_like("scalar", branch.scalar, residual, (1,))
     if not checks.use_triton(residual.device):
         return reference.add_and_norm(residual, branch, norms, style)
     _check_width(residual)
@@ -231,7 +231,7 @@ def rotate_and_store(
         checks.check_indices(name, indices, cache)
     if norms is not None:
         num_norms = 2 if qkv.shape[1] > widths[0] else 1
-        check_norms("head_norms", norms.weights, qkv, (num_norms, head_dim))
+        check_like("head_norms", norms.weights, qkv, (num_norms, head_dim))
     is_triton = checks.use_triton(qkv.device)
     if not qkv.shape[0]:
         return qkv.new_empty(0, num_heads, head_dim)
@@ -252,10 +252,10 @@ def _check_width(x: Tensor) -> None:
         raise ShapeError(f"hidden_size {x.shape[1]} is too large; {most}")
 
 
-def check_norms(name: str, weight: Tensor, data: Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse weights of norms that have not the shape, or not the dtype and device of the data."""
-    if weight.shape != shape or weight.dtype != data.dtype or weight.device != data.device:
-        what = f"{name} {describe(weight)} must have the shape {list(shape)}"
+def check_like(name: str, tensor: Tensor, data: Tensor, shape: tuple[int, ...]) -> None:
+    """Refuse a tensor with gaps, of another shape, or of another dtype or device than the data."""
+    if tensor.shape != shape or tensor.dtype != data.dtype or tensor.device != data.device:
+        what = f"{name} {describe(tensor)} must have the shape {list(shape)}"
         raise ShapeError(f"{what} and the dtype and device of {describe(data)}")
-    if not weight.is_contiguous():
-        raise ShapeError(f"{name} {describe(weight)} is not contiguous")
+    if not tensor.is_contiguous():
+        raise ShapeError(f"{name} {describe(tensor)} is not contiguous")
