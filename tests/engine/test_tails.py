@@ -1,5 +1,6 @@
 """Models with windows give the same tokens from every tier as cold, with pages that end."""
 
+import contextlib
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,10 @@ from tests.engine.test_families import FAMILIES, make_config, write_checkpoint
 from tests.levels import few
 from tieredkv import LLM, SamplingParams
 from tieredkv.cache.events import Change
+from tieredkv.cache.operations import KeptBlock
+from tieredkv.cache.plan import Demand, Planner, Split
 from tieredkv.cache.tail import anchor_pages
+from tieredkv.pieces import whole
 from tieredkv.sizing.anchors import anchor_size
 from tieredkv.sizing.replay import Sizes, replay
 from tieredkv.traces import Request, Trace
@@ -104,6 +109,67 @@ def test_a_hit_from_slower_tiers_gives_equal_tokens(
         assert again == second
         if restore == "load":
             assert usage.cached_tokens_by_tier[Tier.DISK] == 320
+
+
+@pytest.fixture
+def partly_there(folder: Path, tmp_path: Path) -> Iterator[Callable[..., LLM]]:
+    """Return an engine that has answered `PROMPT`, with a copy of everything in each tier."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(restore: str) -> LLM:
+            options = {"disk_dir": str(tmp_path / "store"), "default_retention": "24h"}
+            llm = stack.enter_context(open_llm(folder, **options, restore=restore))
+            generate(llm, PROMPT, n=1)
+            flush(llm, Tier.HOST)
+            while llm.core.parts.tiers.catalog.owed:
+                llm.core.step()
+            generate(llm, PROMPT, n=1)
+            return llm
+
+        yield begin
+
+
+PROMPT = tokens(205, seed=40)
+
+
+def drop(llm: LLM, position: int, *tiers: Tier) -> int:
+    """Drop a block of the only chain from some tiers; -1 stands for all pages of windows."""
+
+    def is_meant(block: KeptBlock) -> bool:
+        entry = llm.core.parts.tiers.catalog.get(block.block_hash)
+        assert entry is not None
+        return bool(entry.kind) if position < 0 else entry.position == position and not entry.kind
+
+    return whole(llm.core.operations.evict(is_meant, tiers))[0]
+
+
+def test_a_request_computes_what_its_plan_does_not_load(
+    partly_there: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = partly_there("auto")
+    assert drop(llm, 0, Tier.DEVICE) and drop(llm, -1, Tier.DEVICE)
+
+    def compute_all(planner: Planner, demand: Demand) -> Split:
+        case = planner._case(demand)
+        return case.at(case.last)
+
+    monkeypatch.setattr(Planner, "split", compute_all)
+    answer, usage = generate(llm, PROMPT, n=1)
+    assert usage.cached_tokens == 0
+    monkeypatch.undo()
+    assert generate(llm, PROMPT, n=1)[0] == answer
+
+
+def test_pages_are_loaded_after_all_blocks(
+    partly_there: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = partly_there("load")
+    assert drop(llm, 11, Tier.DEVICE) and drop(llm, -1, Tier.DEVICE, Tier.HOST)
+    monkeypatch.setattr(llm.core.cache._promoter, "_inbound_cap", 1)  # one read at a time
+    begun = time.monotonic()
+    _, usage = generate(llm, PROMPT, n=1)
+    assert usage.cached_tokens == 192
+    assert time.monotonic() - begun < 10
 
 
 def test_a_request_that_leaves_another_one_near_its_end_finds_what_is_before(folder: Path) -> None:

@@ -285,7 +285,8 @@ class Recalls:
 
     def _divide_tail(self, recall: Recall, tail: Tail) -> None:
         """Have the pages of windows loaded before which computing ends, unless all is computed."""
-        is_loaded = recall.split < tail.hit_end
+        loads_all = self._tiers.settings.restore == "load"
+        is_loaded = loads_all or recall.split < tail.hit_end
         if is_loaded:
             most = max(0, tail.hit_end - tail.num_needed)
             recall.split, recall.host_split = min(recall.split, most), min(recall.host_split, most)

@@ -135,12 +135,20 @@ class Tails:
         first_loaded = self._recalls.first_loaded(chain, first, tail.hit_end)
         blocks = chain.blocks[first:first_loaded]
         lacking = (i for i, it in enumerate(blocks, first) if not (it.is_ready or it.is_copying))
-        if (first_lacking := next(lacking, None)) is None:
+        first_lacking = next(lacking, None)
+        if first_lacking is None and (first_loaded < tail.hit_end or self._are_coming(tail)):
             return first  # what is coming is waited for
-        if first_lacking < end:
+        if first_lacking is not None and first_lacking < end:
             return end
         self._give_up(tail)  # it has to compute up to there anyway
         return None
+
+    def _are_coming(self, tail: Tail) -> bool:
+        """Return whether nobody has to compute the pages of a hit, by the plan."""
+        needed = tail.needed(tail.hit_end)
+        is_any_open = any(tail.blocks[index].is_open for index in needed)
+        first_loaded = self._recalls.first_loaded(tail, needed.start, needed.stop)
+        return not is_any_open or first_loaded < needed.stop
 
     def _give_up(self, tail: Tail) -> None:
         """Have a request compute all its tokens from where it is."""
