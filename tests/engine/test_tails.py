@@ -172,6 +172,25 @@ def test_pages_are_loaded_after_all_blocks(
     assert time.monotonic() - begun < 10
 
 
+def test_a_request_whose_few_pages_have_left_before_it_runs_releases_all(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = tokens(20, seed=41)
+    with open_llm(folder) as llm:
+        cold, _ = generate(llm, prompt)
+        flush(llm, Tier.HOST)
+        room = llm.core.cache._room
+        allocate = room.allocate
+
+        def evict_and_allocate(*args: Any, **options: Any) -> Any:
+            drop(llm, -1, Tier.HOST)
+            return allocate(*args, **options)
+
+        monkeypatch.setattr(room, "allocate", evict_and_allocate)
+        assert generate(llm, prompt)[0] == cold
+        assert llm.core.parts.tiers.device.num_used == 0
+
+
 def test_a_request_that_leaves_another_one_near_its_end_finds_what_is_before(folder: Path) -> None:
     prompt = tokens(205, seed=5)
     with open_llm(folder) as llm:

@@ -118,7 +118,7 @@ class Tails:
         if not (are_there and all(page.is_whole for page in pages)):
             return first
         end, tail.hit_end, tail.disk_until = tail.hit_end, 0, []
-        self._release(tail, tail.first_held, end - tail.num_needed)
+        self._pass(tail, end - tail.num_needed)
         tail.num_done = end
         return end
 
@@ -222,7 +222,12 @@ class Tails:
 
         Those of a hit that is still being loaded are held.
         """
-        self._release(tail, tail.first_held, tail.num_done - tail.reach)
+        self._pass(tail, tail.num_done - tail.reach)
+
+    def _pass(self, tail: Tail, end: int) -> None:
+        """Release the pages of the blocks before `end`; the request needs none of them again."""
+        self._release(tail, tail.first_held, end)
+        tail.first_held = max(tail.first_held, end)
 
     def end(self, tail: Tail) -> None:
         """Release all pages of a request, the last ones first."""
@@ -239,6 +244,4 @@ class Tails:
             if tail.blocks[index] is not NO_PAGE:
                 pages.append(tail.blocks[index])
                 tail.blocks[index] = NO_PAGE
-        if first <= tail.first_held < end:
-            tail.first_held = end
         self._tiers.device.release(pages, after=self._tiers.device_link.num_steps)
