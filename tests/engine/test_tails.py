@@ -191,6 +191,23 @@ def test_a_request_whose_few_pages_have_left_before_it_runs_releases_all(
         assert llm.core.parts.tiers.device.num_used == 0
 
 
+def test_pages_that_an_operator_evicts_from_a_running_request_do_not_come_back(
+    folder: Path,
+) -> None:
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    with open_llm(folder) as llm:
+        core, done = llm.core, False
+        core.add_request(llm.make_request(PROMPT, params))
+        evicted = set[BlockHash]()
+        while not done:
+            done = any(output.finish_reason for output in core.step())
+            if not evicted and core.scheduler.running[0].num_output_tokens:
+                evicted = {entry.block_hash for entry in core.parts.tiers.catalog.entries()}
+                assert core.verbs.evict() == len(evicted) > len(PROMPT) // BLOCK
+        core.cache.check()
+        assert not evicted & {entry.block_hash for entry in core.parts.tiers.catalog.entries()}
+
+
 def test_a_request_that_leaves_another_one_near_its_end_finds_what_is_before(folder: Path) -> None:
     prompt = tokens(205, seed=5)
     with open_llm(folder) as llm:

@@ -180,10 +180,13 @@ class Tails:
             yield from self._private(tail, block)
 
     def _private(self, tail: Tail, block: int) -> Iterator[int]:
-        """Yield the pages of a block that are held and were not published."""
+        """Yield the pages of a block that are held and were not published.
+
+        A page that was published and dropped since, as it expired, is not published again.
+        """
         for index in tail.pages_of(block, block + 1):
             page = tail.blocks[index] if index < len(tail.blocks) else NO_PAGE
-            if page is not NO_PAGE and page.block_hash is None:
+            if page is not NO_PAGE and page.block_hash is None and not page.is_ready:
                 yield index
 
     def note_found(self, chain: Chain, tail: Tail) -> None:
