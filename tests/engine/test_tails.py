@@ -18,6 +18,7 @@ import pytest
 from tests.engine.test_families import FAMILIES, make_config, write_checkpoint
 from tests.levels import few
 from tieredkv import LLM, SamplingParams
+from tieredkv.cache import expiry
 from tieredkv.cache.events import Change
 from tieredkv.cache.operations import KeptBlock
 from tieredkv.cache.plan import Demand, Planner, Split
@@ -206,6 +207,20 @@ def test_pages_that_an_operator_evicts_from_a_running_request_do_not_come_back(
                 assert core.verbs.evict() == len(evicted) > len(PROMPT) // BLOCK
         core.cache.check()
         assert not evicted & {entry.block_hash for entry in core.parts.tiers.catalog.entries()}
+
+
+def test_pages_that_have_expired_are_no_hit_though_their_blocks_were_used_since(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_llm(folder) as llm:
+        clock, begun = llm.core.parts.tiers.clock, llm.core.parts.tiers.clock.now()
+        llm.serve([llm.make_request(PROMPT, ONE, anchors=[96])])
+        clock.advance_to(begun + 400)
+        assert generate(llm, PROMPT, n=1)[1].cached_tokens == 192
+        clock.advance_to(begun + 700)
+        monkeypatch.setattr(expiry, "MAX_EXPIRED", 0)  # the sweep has more to do than it can
+        _, usage = generate(llm, PROMPT[:100] + tokens(9, seed=42), n=1)
+        assert (usage.cached_tokens, usage.miss_reason) == (0, "no_anchor")
 
 
 def test_a_request_that_leaves_another_one_near_its_end_finds_what_is_before(folder: Path) -> None:

@@ -98,10 +98,10 @@ class TieredCache:
         self._touches = Touches(tiers, self._demoter, self._lives)
         self._drainer = Drainer(tiers, self._demoter, self.poll)
         self._lookups = Lookups(tiers, self._use_answer)
-        self._tails = Tails(tiers, self._recalls, self._lookups)
+        self._expiry = Expiry(tiers)
+        self._tails = Tails(tiers, self._recalls, self._lookups, self._expiry)
         self._hits = Hits(tiers, self._recalls, self._lookups, self._tails)
         self._completion = Completion(tiers, self._hits, self._tails, self._demoter, self._lives)
-        self._expiry = Expiry(tiers)
         self._room = Room(tiers, self._promoter, self._demoter, self._hits.readable, self.poll)
         self.operations = Operations(tiers, self._promoter, self._demoter, self._departures)
         self._handlers: dict[type, Callable[[Any], object]] = {

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from tieredkv.cache.block import Block
 from tieredkv.cache.chain import Chain
+from tieredkv.cache.expiry import Expiry
 from tieredkv.cache.groups import PREFIX, hit_end
 from tieredkv.cache.lookups import Lookups
 from tieredkv.cache.recalls import Recalls
@@ -29,10 +30,12 @@ class Tails:
         tiers: the tiers.
         recalls: tell what is left to the links.
         lookups: what the disk has answered.
+        expiry: drops pages whose retention has ended.
     """
 
-    def __init__(self, tiers: Tiers, recalls: Recalls, lookups: Lookups) -> None:
+    def __init__(self, tiers: Tiers, recalls: Recalls, lookups: Lookups, expiry: Expiry) -> None:
         self._tiers, self._recalls, self._lookups = tiers, recalls, lookups
+        self._expiry = expiry
 
     def unknown(self, tail: Tail) -> list[BlockHash]:
         """Return the pages of a queued request for which the disk has to be asked."""
@@ -66,6 +69,7 @@ class Tails:
     def _missing(self, tail: Tail, pages: range) -> list[int]:
         """Return those of these pages that no tier has."""
         tiers, hashes = self._tiers, [tail.hashes[index] for index in pages]
+        self._expiry.drop_among(hashes)
         absent = {*tiers.device.missing(hashes)}
         if absent and tiers.can_load:
             absent = {*tiers.host.missing(absent)}
