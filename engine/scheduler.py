@@ -253,8 +253,7 @@ class Scheduler:
         request, row = scheduled
         chain, end = request.chain, row.context_len
         self.num_computed_tokens += len(row.token_ids)
-        first = row.start // self.block_size
-        last = min(end // self.block_size, len(chain.hashes))
+        first, last = row.start // self.block_size, end // self.block_size
         self.cache.complete(chain, first, last, has_rest=end % self.block_size > 0)
         request.num_computed_tokens = max(request.num_computed_tokens, end)
         if row.needs_logits:

@@ -223,6 +223,22 @@ def test_pages_that_have_expired_are_no_hit_though_their_blocks_were_used_since(
         assert (usage.cached_tokens, usage.miss_reason) == (0, "no_anchor")
 
 
+def test_a_request_whose_blocks_are_not_kept_holds_no_more_pages_than_others(folder: Path) -> None:
+    with open_llm(folder) as llm:
+        device, most = llm.core.parts.tiers.device, list[int]()
+        for cacheable in (None, 40, 0):
+            asked = llm.make_request(
+                tokens(300, seed=43), ONE, cacheable_tokens=cacheable, cache_salt=str(cacheable)
+            )
+            llm.core.add_request(asked)
+            held = [0]
+            while llm.core.scheduler.running or llm.core.scheduler.waiting:
+                llm.core.step()
+                held.append(device.num_used)
+            most.append(max(held))
+    assert max(most) == most[0]
+
+
 def test_a_request_that_leaves_another_one_near_its_end_finds_what_is_before(folder: Path) -> None:
     prompt = tokens(205, seed=5)
     with open_llm(folder) as llm:

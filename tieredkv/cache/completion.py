@@ -39,14 +39,15 @@ class Completion:
         self._demoter, self._lives = demoter, lives
 
     def complete(self, chain: Chain, first: int, last: int) -> None:
-        """Publish the full blocks `[first, last)` of a chain, and what is kept of their pages."""
+        """Publish what a chain has of the full blocks `[first, last)`, and of their kept pages."""
+        num_computed, last = last, min(last, len(chain.hashes))
         computed = [index for index in range(first, last) if not chain.blocks[index].is_ready]
         if computed:
             self._publish(chain, computed)
         if (tail := chain.tail) is not None:
             self._publish_pages(tail, [*self._tails.complete(tail, last)])
             self._announce(tail, tail.kept_between(first, last))
-            self._tails.pass_by(tail)
+            self._tails.pass_by(tail, num_computed)
 
     def _publish(self, chain: Chain, computed: Sequence[int]) -> None:
         blocks, hashes = chain.blocks, chain.hashes

@@ -335,7 +335,7 @@ class TieredCache:
         begin_compute(chain.blocks[first:last])
 
     def complete(self, chain: Chain, first: int, last: int, *, has_rest: bool = False) -> None:
-        """Publish the full blocks `[first, last)` of the chain, whose last tokens were computed.
+        """Publish what the chain has of the blocks `[first, last)`, which are computed to the end.
 
         With `has_rest`, some tokens of the block `last` were computed too, but not all of them.
         """

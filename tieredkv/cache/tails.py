@@ -224,12 +224,14 @@ class Tails:
                 found += [block_hash for block_hash in hashes if get(block_hash) is not None]
         return found
 
-    def pass_by(self, tail: Tail) -> None:
+    def pass_by(self, tail: Tail, num_computed: int) -> None:
         """Release the pages that no token to come attends to, and that no later request may need.
 
-        Those of a hit that is still being loaded are held.
+        Those of a hit that is still being loaded are held, and those of blocks that are not in the
+        chain yet. If the chain may have no more blocks, all that are computed count.
         """
-        self._pass(tail, tail.num_done - tail.reach)
+        can_grow = len(tail.of.hashes) < tail.of.max_blocks
+        self._pass(tail, (tail.num_done if can_grow else num_computed) - tail.reach)
 
     def _pass(self, tail: Tail, end: int) -> None:
         """Release the pages of the blocks before `end`; the request needs none of them again."""
