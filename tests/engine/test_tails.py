@@ -239,6 +239,22 @@ def test_a_request_whose_blocks_are_not_kept_holds_no_more_pages_than_others(fol
     assert max(most) == most[0]
 
 
+def test_a_request_learns_at_once_that_a_page_was_read(
+    partly_there: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = partly_there("load")
+    assert drop(llm, -1, Tier.DEVICE, Tier.HOST)
+    cache = llm.core.cache
+    poll = cache.poll
+
+    def poll_and_check(**options: Any) -> None:
+        poll(**options)
+        cache.check()
+
+    monkeypatch.setattr(cache, "poll", poll_and_check)
+    assert generate(llm, PROMPT, n=1)[1].cached_tokens == 192
+
+
 def test_a_request_that_leaves_another_one_near_its_end_finds_what_is_before(folder: Path) -> None:
     prompt = tokens(205, seed=5)
     with open_llm(folder) as llm:

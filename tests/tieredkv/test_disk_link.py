@@ -49,7 +49,7 @@ class Rig:
         block_hash = chain_of("a", index + 1)[-1]
         page, record = self.page(), self.store.blocks[block_hash][0]
         lent, now = Lent.of(record, page.block_id), time.monotonic()
-        self.link.read(lent, record.expires_at, page, now, record.last_used)
+        self.link.read(lent, record.position, record.expires_at, page, now, record.last_used)
         return block_hash
 
     def write(self, name: str) -> Entry:

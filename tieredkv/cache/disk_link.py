@@ -61,6 +61,7 @@ class Read:
 
     Attributes:
         lent: the block, as its chain says, and the page.
+        index: of the block in its chain.
         until: until when the disk has the block, as far as is known.
         page: what it is read into; on loan until `poll` returns the read.
         began_at: when that began, in `perf_counter` time.
@@ -71,6 +72,7 @@ class Read:
     """
 
     lent: Lent
+    index: int
     until: float
     page: Block
     began_at: float
@@ -83,12 +85,6 @@ class Read:
     def block_hash(self) -> BlockHash:
         """Hash of the block."""
         return BlockHash(self.lent.block_hash)
-
-    @property
-    def index(self) -> int:
-        """Index of the block in its chain."""
-        assert self.lent.position is not None, "a chain is known"
-        return self.lent.position
 
     @property
     def namespace(self) -> bytes:
@@ -220,18 +216,21 @@ class DiskLink:
 
     # Moves
 
-    def read(self, lent: Lent, until: float, page: Block, now: float, clock_s: float) -> None:
+    def read(
+        self, lent: Lent, index: int, until: float, page: Block, now: float, clock_s: float
+    ) -> None:
         """Queue a read of a block into a page, which is on loan from now on.
 
         Args:
             lent: the block, as its chain says, and the page.
+            index: of the block in its chain.
             until: until when the disk has the block, as far as is known.
             page: what it is read into.
             now: monotonic time.
             clock_s: the time by the clock of retention.
         """
         self._on_loan[page.block_id] = lent.block_hash
-        self._reads[lent.block_hash] = Read(lent, until, page, time.perf_counter(), clock_s)
+        self._reads[lent.block_hash] = Read(lent, index, until, page, time.perf_counter(), clock_s)
         self.read_rate.begin(self._payload_bytes, now)
         self._to_load.append(lent)
 

@@ -433,7 +433,8 @@ class Promoter:
             size_bytes=self._tiers.payload_bytes,
             **chain.identity(index)._asdict(),
         )
-        self._disk_link.read(lent, chain.disk_until[index], pages[0], now, self._tiers.clock.now())
+        until, clock_s = chain.disk_until[index], self._tiers.clock.now()
+        self._disk_link.read(lent, index, until, pages[0], now, clock_s)
         if not is_admitted:
             chain.prefetched.append(block_hash)
             self._tiers.prefetched[block_hash] += 1
