@@ -23,6 +23,7 @@ from tieredkv.cache.events import Change
 from tieredkv.cache.operations import KeptBlock
 from tieredkv.cache.plan import Demand, Planner, Split
 from tieredkv.cache.tail import anchor_pages
+from tieredkv.engine.engine_messages import Claim
 from tieredkv.pieces import whole
 from tieredkv.sizing.anchors import anchor_size
 from tieredkv.sizing.replay import Sizes, replay
@@ -322,6 +323,22 @@ def test_what_a_session_has_gone_on_past_leaves_first(folder: Path, tmp_path: Pa
         needed = [entry for entry in catalog.entries() if entry.kind and entry.position == 2]
         assert needed
         assert catalog.superseded.isdisjoint(entry.block_hash for entry in needed)
+
+
+def test_what_is_pinned_is_not_superseded(folder: Path) -> None:
+    talk = tokens(100, seed=50)
+    with open_llm(folder) as llm:
+        tiers = llm.core.parts.tiers
+        params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+        claims = [Claim(end_token=64, retention="in_memory", pin_s=600.0)]
+        llm.serve([llm.make_request(talk, params, claims=claims)])
+        for seed in (51, 52):
+            talk += tokens(60, seed=seed)
+            generate(llm, talk)
+        pinned = [entry for entry in tiers.catalog.entries() if entry.pinned_until]
+        assert any(entry.kind for entry in pinned)
+        assert tiers.catalog.superseded
+        assert tiers.catalog.superseded.isdisjoint(entry.block_hash for entry in pinned)
 
 
 def histories(number: int, *, most: int = 240) -> list[list[int]]:

@@ -207,7 +207,7 @@ class Tails:
         """Return the kept pages that a request has gone on past, and that no other may need.
 
         These are all but those of the last place of the request and of the places that it names,
-        and of those where several requests have gone on.
+        those where several requests have gone on, and those that are pinned.
         """
         get, superseded = self._tiers.catalog.get, self._tiers.catalog.superseded
         found = list[BlockHash]()
@@ -219,7 +219,8 @@ class Tails:
             is_several = entry is not None and entry.num_continued > 1
             if is_several or block + 1 in tail.kept_ends:
                 kept_from = block + 1 - tail.reach
-            if entry is not None and block < kept_from and entry.block_hash not in superseded:
+            is_kept = entry is None or entry.pinned_until or entry.block_hash in superseded
+            if block < kept_from and not is_kept:
                 hashes = tail.hashes[pages.start : pages.stop]
                 found += [block_hash for block_hash in hashes if get(block_hash) is not None]
         return found
