@@ -98,6 +98,11 @@ class Chain:
         """Behind how many blocks a hit may end at most."""
         return len(self.hashes) if self.read_ends is None else max(self.read_ends, default=0)
 
+    @property
+    def used(self) -> Sequence[int]:
+        """The blocks that the request uses, ascending."""
+        return range(len(self.hashes))
+
     def origins(self) -> list[Tier | None]:
         """Return where an admitted request got each full block from; None if it computed the block.
 

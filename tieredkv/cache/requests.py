@@ -360,9 +360,9 @@ class TieredCache:
 
     def touch(self, chain: Chain) -> None:
         """Have the whole chain of a request refreshed in every tier, some blocks at a time."""
-        self._touches.begin(chain, range(len(chain.hashes)))
+        self._touches.begin(chain)
         if chain.tail is not None:
-            self._touches.begin(chain.tail, chain.tail.used)
+            self._touches.begin(chain.tail)
 
     def release(self, chain: Chain) -> None:
         """Release all blocks of a request that finished, was cancelled or was preempted."""

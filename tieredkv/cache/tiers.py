@@ -281,13 +281,15 @@ class Tiers:
         for tier, pool in self.pools.items():
             for block in pool.evictable():
                 block_hash = block.block_hash
-                if block_hash is None or self.catalog.get(block_hash) is None:
+                entry = self.catalog.get(block_hash)
+                if block_hash is None or entry is None:
                     raise IntegrityError(f"evictable block {block.block_id} has no entry")
                 is_elsewhere = tier is Tier.HOST and self.device.lookup(block_hash) is not None
                 may_go = is_clean[tier](block_hash)
                 if block.is_clean and not (may_go or is_elsewhere):
                     raise IntegrityError(f"block {block.block_id} of {tier} is not clean")
-                if may_go and not block.is_clean:
+                is_due = entry.queued_second <= self.clock.now()  # the next sweep will tell
+                if may_go and not block.is_clean and not is_due:
                     raise IntegrityError(f"block {block.block_id} of {tier} counts as not clean")
                 if block.is_double and not all(self.device.holds_young([block_hash])):
                     what = f"page {block.block_id} is a duplicate"

@@ -24,11 +24,11 @@ class Touches:
 
     def __init__(self, tiers: Tiers, demoter: Demoter, lives: Lives) -> None:
         self._tiers, self._demoter, self._lives = tiers, demoter, lives
-        self._begun: dict[Chain, Sequence[int]] = {}  # each with the blocks that are left
+        self._begun: dict[Chain, int] = {}  # each with how many of its blocks are refreshed
 
-    def begin(self, chain: Chain, indices: Sequence[int]) -> None:
-        """Have `go_on` refresh these blocks of a chain, the first ones first."""
-        self._begun[chain] = indices
+    def begin(self, chain: Chain) -> None:
+        """Have `go_on` refresh what a request uses of a chain, its head first."""
+        self._begun[chain] = 0
 
     def go_on(self) -> None:
         """Refresh some blocks; the next step continues with the others.
@@ -37,17 +37,18 @@ class Touches:
         """
         num_left = MAX_TOUCHED
         while self._begun and num_left:
-            chain, indices = next(iter(self._begun.items()))
-            some, self._begun[chain] = indices[:num_left], indices[num_left:]
+            chain, first = next(iter(self._begun.items()))
+            used = chain.used
+            some = used[first : first + num_left]
+            self._begun[chain], num_left = first + len(some), num_left - len(some)
             self._touch(chain, some)
-            num_left -= len(some)
-            if not self._begun[chain]:
+            if self._begun[chain] >= len(used):
                 del self._begun[chain]
 
     def finish(self, chain: Chain) -> None:
         """Refresh what is left of a chain that is about to be released."""
-        if indices := self._begun.pop(chain, ()):
-            self._touch(chain, indices)
+        if (first := self._begun.pop(chain, None)) is not None:
+            self._touch(chain, chain.used[first:])
 
     def _touch(self, chain: Chain, indices: Sequence[int]) -> None:
         tiers, hashes, now = self._tiers, chain.hashes, self._tiers.clock.now()
