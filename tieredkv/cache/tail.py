@@ -197,8 +197,8 @@ class Tail(Chain):
 
     def kept_within(self, first: int, end: int) -> list[int]:
         """Return those of the blocks `[first, end)` whose pages later requests may need."""
-        reach, interval = self.reach, self.interval
-        ends = {*self.kept_ends, *range(first - first % interval + interval, end + reach, interval)}
+        reach = self.reach
+        ends = self.kept_between(first, end + reach - 1)
         return sorted({b for it in ends for b in range(max(first, it - reach), min(it, end))})
 
     @property
@@ -210,8 +210,9 @@ class Tail(Chain):
 
     def kept_between(self, first: int, end: int) -> list[int]:
         """Return behind how many blocks, more than `first` and up to `end`, requests may go on."""
-        numbers = range(first + 1, end + 1)
-        return [it for it in numbers if it in self.kept_ends or it % self.interval == 0]
+        interval = self.interval
+        ends = {*self.kept_ends, *range(first - first % interval + interval, end + 1, interval)}
+        return sorted(it for it in ends if first < it <= end)
 
     def begin(self, hit_end: int, num_blocks: int) -> None:
         """Begin tables of so many blocks for a request that goes on behind `hit_end` of them."""
