@@ -312,7 +312,7 @@ def _row(arm: str, length: int, samples: Samples, block_bytes: int, page_cache: 
     times, cold_times = ([round(it.ttft_ms, 3) for it in each] for each in (ours, cold))
     p50_ms = round(statistics.median(times), 3)
     by_tier = {name: int(statistics.median(it.by_tier[name] for it in ours)) for name in Tier}
-    bytes_loaded = int(statistics.median(len(it.loaded) for it in ours)) * block_bytes
+    bytes_loaded = int(statistics.median(len(it.loaded) * block_bytes for it in ours))
     from_disk = [it.bytes_from_disk for it in ours if it.bytes_from_disk is not None]
     reused = [
         [each for each in other.digests if arm != "planned" or each in it.loaded]
