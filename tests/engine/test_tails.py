@@ -22,8 +22,9 @@ from tieredkv.cache import expiry
 from tieredkv.cache.events import Change
 from tieredkv.cache.operations import KeptBlock
 from tieredkv.cache.plan import Demand, Planner, Split
-from tieredkv.cache.tail import anchor_pages
+from tieredkv.cache.tail import anchor_pages, tail_kinds
 from tieredkv.engine.engine_messages import Claim
+from tieredkv.engine.step_plan import longest_chunk
 from tieredkv.pieces import whole
 from tieredkv.sizing.anchors import anchor_size
 from tieredkv.sizing.replay import Sizes, replay
@@ -339,6 +340,47 @@ def test_what_is_pinned_is_not_superseded(folder: Path) -> None:
         assert any(entry.kind for entry in pinned)
         assert tiers.catalog.superseded
         assert tiers.catalog.superseded.isdisjoint(entry.block_hash for entry in pinned)
+
+
+def test_a_long_request_holds_pages_of_its_window_and_of_one_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_held = list[int]()
+    with open_llm(folder) as llm:
+        device, kinds = llm.core.parts.tiers.device, tail_kinds(llm.core.kv_spec)
+        schedule = llm.core.scheduler.schedule
+
+        def counted(*args: Any, **options: Any) -> Any:
+            step = schedule(*args, **options)
+            num_held.append(device.num_blocks - device.num_free)
+            return step
+
+        monkeypatch.setattr(llm.core.scheduler, "schedule", counted)
+        generate(llm, tokens(900, seed=0), 20)
+    num_blocks, step_blocks = -(-919 // BLOCK), -(-longest_chunk(64) // BLOCK)
+    beside = anchor_pages(llm.core.kv_spec) + len(kinds) * (step_blocks + 1)
+    # A step begins where the one before it ended, which need not be where a block begins.
+    assert num_blocks + anchor_pages(llm.core.kv_spec) < max(num_held) <= num_blocks + beside
+
+
+@pytest.mark.parametrize("host_size", few(["4MiB", "64KiB"]))
+def test_requests_that_take_turns_in_too_little_memory_compute_little_twice(
+    folder: Path, host_size: str
+) -> None:
+    prompts = [tokens(180 + 7 * number, seed=number) for number in range(8)]
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    with open_llm(folder, restore="compute") as llm:
+        cold = [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
+        spec = llm.core.kv_spec
+    one = -(-230 // BLOCK) + anchor_pages(spec) + len(tail_kinds(spec)) * (2 + 64 // BLOCK)
+    sizes = {"device_size": 3 * one // 2 * spec.block_bytes, "host_size": host_size}
+    with open_llm(folder, restore="load", max_num_seqs=8, **sizes) as llm:
+        answers = llm.generate(prompts, params)
+        llm.core.cache.check()
+        num_computed = llm.core.scheduler.num_computed_tokens
+    assert [answer.token_ids for answer in answers] == cold
+    most = sum(len(prompt) + 40 for prompt in prompts)
+    assert num_computed <= 1.1 * most
 
 
 def histories(number: int, *, most: int = 240) -> list[list[int]]:

@@ -6,6 +6,7 @@ Called by the engine's thread only.
 import sys
 from bisect import bisect_left
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from tieredkv.cache.block import Block
 from tieredkv.cache.chain import Chain
@@ -24,6 +25,24 @@ NUM_SAMPLED = 16
 
 
 _FOUND, _COMING, _SHARED, _COMPUTE, _AT_HOST, _AT_DISK, _READING, _ = map(int, State)
+
+
+class Found(NamedTuple):
+    """What VRAM has for a request; None stands for a block or a page that it has not.
+
+    Attributes:
+        known: the blocks of its chain that are a hit.
+        pages: the pages of layers with windows that it needs to go on behind them.
+        held: of all of these, what VRAM has.
+        step_end: its first step computes at most the blocks before it.
+        num_fresh: how many blocks and pages it lacks, with those that its first step may compute.
+    """
+
+    known: list[Block | None]
+    pages: list[Block | None]
+    held: list[Block]
+    step_end: int
+    num_fresh: int
 
 
 class Hits:
@@ -92,6 +111,18 @@ class Hits:
         if chain.tail is not None:
             return hashes[: self._tails.hit_end(chain.tail, num_found, ends)]
         return hashes[: hit_end([PREFIX], [range(num_found, sys.maxsize)], ends)]
+
+    def find(self, chain: Chain, num_blocks: int) -> Found:
+        """Return what VRAM has for a request whose table has `num_blocks` blocks."""
+        known, tail = self._tiers.device.find(self.readable(chain)), chain.tail
+        first, pages, num_beside = len(known), list[Block | None](), 0
+        step_end = min(num_blocks, first + self._tiers.settings.step_blocks)
+        if tail is not None:
+            pages = self._tails.find(tail, first)
+            num_beside = len(tail.pages_of(first, step_end))
+        held = [block for block in known + pages if block is not None]
+        num_fresh = num_blocks + len(pages) + num_beside - len(held)
+        return Found(known, pages, held, step_end, num_fresh)
 
     def num_held(self, chain: Chain) -> int:
         """Return how many blocks at the head of a chain need no computing, by and large.

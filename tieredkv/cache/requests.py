@@ -19,7 +19,7 @@ Called by the engine's thread only.
 
 import time
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tieredkv.cache.block import Block, begin_compute
@@ -31,7 +31,7 @@ from tieredkv.cache.disk_link import Read, Write
 from tieredkv.cache.draining import Drained, Drainer
 from tieredkv.cache.expiry import Expiry
 from tieredkv.cache.forecasts import Forecasts, Outcome
-from tieredkv.cache.hits import Hits
+from tieredkv.cache.hits import Found, Hits
 from tieredkv.cache.lookups import Lives, Lookups
 from tieredkv.cache.miss_reasons import MissReason
 from tieredkv.cache.operations import Operations
@@ -102,7 +102,7 @@ class TieredCache:
         self._tails = Tails(tiers, self._recalls, self._lookups, self._expiry)
         self._hits = Hits(tiers, self._recalls, self._lookups, self._tails)
         self._completion = Completion(tiers, self._hits, self._tails, self._demoter, self._lives)
-        self._room = Room(tiers, self._promoter, self._demoter, self._hits.readable, self.poll)
+        self._room = Room(tiers, self._promoter, self._demoter, self._hits, self.poll)
         self.operations = Operations(tiers, self._promoter, self._demoter, self._departures)
         self._handlers: dict[type, Callable[[Any], object]] = {
             Read: self._on_read,
@@ -240,33 +240,25 @@ class TieredCache:
         if not self.is_settled(chain):
             return self._refusal(chain)
         self._expiry.drop_among(chain.hashes)
-        known = device.find(self._hits.readable(chain))
-        found = [block for block in known if block is not None]
-        pages = list[Block | None]()
-        if tail is not None:
-            pages = self._tails.find(tail, len(known))
-        found_pages = [page for page in pages if page is not None]
-        self._tiers.acquire(found + found_pages)
-        num_fresh = num_blocks - len(found) + len(pages) - len(found_pages)
-        fresh = self._room.allocate(chain, num_fresh, is_alone, makes_room=makes_room)
+        found = self._hits.find(chain, num_blocks)
+        self._tiers.acquire(found.held)
+        fresh = self._room.allocate(chain, found.num_fresh, is_alone, makes_room=makes_room)
         if fresh is None:
-            device.release(found_pages[::-1] + found[::-1])
+            device.release(found.held[::-1])
             self._room.note_refused(chain, num_blocks, is_alone)
             self._want(chain, missing)  # some of it may have left RAM since the request came
             return self._refusal(chain)
         rest = iter(fresh)
         if tail is not None:
-            tail.begin(len(known), num_blocks)
-            self._tails.note_found(chain, tail)
-            self._hits.take_pages(tail, pages, rest)
-            self._admitted[tail] = None
-        is_whole = len(found) == len(chain.hashes) and chain.row.first(State.COMING) < 0
-        if is_whole and all(block.is_ready for block in found):
-            chain.blocks = found
-            chain.row.begin(bytearray([State.FOUND]) * len(found))
+            self._begin_tail(tail, found, num_blocks, rest)
+        blocks = [block for block in found.known if block is not None]
+        is_whole = len(blocks) == len(chain.hashes) and chain.row.first(State.COMING) < 0
+        if is_whole and all(block.is_ready for block in blocks):
+            chain.blocks = blocks
+            chain.row.begin(bytearray([State.FOUND]) * len(blocks))
             self._recalls.want(chain, end=0)
         else:
-            self._hits.take(chain, known, rest)
+            self._hits.take(chain, found.known, rest)
         chain.blocks.extend(rest)
         chain.block_ids = array("i", [block.block_id for block in chain.blocks])
         self._admitted[chain] = None
@@ -275,6 +267,18 @@ class TieredCache:
         if tail is not None:
             self._completion.announce_found(tail)
         return GRANTED
+
+    def _begin_tail(
+        self, tail: Tail, found: Found, num_blocks: int, fresh: Iterator[Block]
+    ) -> None:
+        """Give an admitted request its pages of layers with windows, also for its first step."""
+        first = len(found.known)
+        tail.begin(first, num_blocks)
+        self._tails.note_found(tail.of, tail)
+        self._hits.take_pages(tail, found.pages, fresh)
+        for index in self._tails.lacking(tail, first, found.step_end):
+            tail.hold(index, next(fresh))
+        self._admitted[tail] = None
 
     def extend(self, chain: Chain, *, is_alone: bool = False) -> Admission:
         """Add one private block to an admitted request's table, if there is room."""

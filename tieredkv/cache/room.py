@@ -15,9 +15,10 @@ from typing import NamedTuple
 from tieredkv.cache.block import Block
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.demotion import Demoter
+from tieredkv.cache.hits import Hits
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.tiers import Tiers
-from tieredkv.types import BlockHash, Tier
+from tieredkv.types import Tier
 
 PATIENCE_S = 0.25
 """An allocation waits so long, without getting on, before blocks are given up for it."""
@@ -71,7 +72,7 @@ class Room:
         tiers: the tiers.
         promoter: copies up what a waiting request has in host memory.
         demoter: copies blocks down.
-        readable: returns the head of a request's chain that may be a hit.
+        hits: know what requests find in the tiers.
         poll: takes in the copies and writes that have ended.
     """
 
@@ -80,11 +81,11 @@ class Room:
         tiers: Tiers,
         promoter: Promoter,
         demoter: Demoter,
-        readable: Callable[[Chain], list[BlockHash]],
+        hits: Hits,
         poll: Callable[[], None],
     ) -> None:
         self._tiers, self._promoter, self._demoter = tiers, promoter, demoter
-        self._readable, self._poll = readable, poll
+        self._hits, self._poll = hits, poll
         self._waits: dict[Chain, _Wait] = {}
         self._refused: dict[Chain, tuple[int, ...]] = {}  # what `_found_by` was then
 
@@ -195,15 +196,15 @@ class Room:
         """
         device, at_most = self._tiers.device, sys.maxsize if is_alone else MAX_AHEAD
         num_empty = device.num_empty
-        found = [block for block in device.find(self._readable(chain)) if block is not None]
-        self._tiers.acquire(found)
-        num_fresh = num_blocks - len(found)
+        found = self._hits.find(chain, num_blocks)
+        num_fresh = found.num_fresh
+        self._tiers.acquire(found.held)
         if self.is_waiting(chain):
             blocks = self.allocate(chain, num_fresh, is_alone, at_most=at_most)
             device.release(blocks or [])
         elif device.num_empty < num_fresh <= device.num_free_for(chain.tenant):
             self._evict_and_demote(chain, _Wanted(num_fresh, chain.tenant), at_most)
-        device.release(found[::-1])
+        device.release(found.held[::-1])
         return device.num_empty >= min(num_fresh, num_empty + at_most)
 
     def _take(self, wanted: _Wanted, at_most: int) -> list[Block] | None:
@@ -311,7 +312,7 @@ class Room:
         tiers = self._tiers
         if not tiers.can_load:
             return {}
-        hashes = self._readable(chain)
+        hashes = self._hits.readable(chain)
         found = zip(tiers.device.find(hashes), tiers.host.find(hashes), strict=True)
         return {
             index: page
