@@ -375,11 +375,12 @@ class TieredCache:
         self._room.forget(chain)
         self._promoter.end_prefetch(chain)
         self._touches.finish(chain)
-        if chain.tail is not None:
-            self._release_pages(chain.tail)
-        self._tiers.touch_pages(chain.hashes)
+        used, blocks = chain.hashes, chain.blocks[::-1]
+        if (tail := chain.tail) is not None:
+            used, blocks = tail.used_hashes, self._end_tail(tail)
+        self._tiers.touch_pages(used)
         after = self._tiers.device_link.num_steps
-        self._tiers.device.release(chain.blocks[::-1], after=after)
+        self._tiers.device.release(blocks, after=after)
         self._recalls.forget(chain)
         chain.blocks = []
         chain.block_ids = array("i")
@@ -388,18 +389,22 @@ class TieredCache:
         self._forecasts.forget(chain)
         self._demoter.note_change()
 
-    def _release_pages(self, tail: Tail) -> None:
-        """Keep the last pages of a request, behind which another may go on, and release all."""
+    def _end_tail(self, tail: Tail) -> list[Block]:
+        """Keep the last pages of a request, behind which another may go on.
+
+        Returns:
+            The blocks and pages that it holds, in the order in which they may be evicted.
+        """
         self._lookups.forget(tail)
         self._touches.finish(tail)
-        self._tiers.touch_pages([tail.hashes[index] for index in tail.used])
         self._recalls.forget(tail)
+        tail.disk_until, blocks = [], [*tail.with_pages(tail.of.blocks)]
         if tail in self._admitted:
             del self._admitted[tail]
             self._completion.publish_last(tail)
             self._tiers.supersede(self._tails.superseded(tail))
             self._tails.end(tail)
-        tail.disk_until = []
+        return blocks
 
     # Steps
 

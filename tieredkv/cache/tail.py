@@ -7,7 +7,7 @@ request holds few of them at a time.
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, overload
 
@@ -207,6 +207,25 @@ class Tail(Chain):
         found = self.group.needs(self.found_end)
         blocks = [*found, *self.kept_within(found.stop, len(self.of.hashes))]
         return [index for block in blocks for index in self.pages_of(block, block + 1)]
+
+    @property
+    def used_hashes(self) -> list[BlockHash]:
+        """The chain's hashes, each with those of its `used` pages behind it."""
+        hashes, found = self.of.hashes, list[BlockHash]()
+        begun, num_kinds = 0, len(self.kinds)
+        for index in self.used:
+            found += hashes[begun : index // num_kinds + 1]
+            begun = index // num_kinds + 1
+            found.append(self.hashes[index])
+        return found + hashes[begun:]
+
+    def with_pages(self, blocks: Sequence[Block]) -> Iterator[Block]:
+        """Yield the blocks of the request's table, the last one first, each behind its pages."""
+        num_kinds = len(self.kinds)
+        for index in reversed(range(len(blocks))):
+            pages = self.blocks[index * num_kinds : (index + 1) * num_kinds]
+            yield from (page for page in pages if page is not NO_PAGE)
+            yield blocks[index]
 
     def kept_between(self, first: int, end: int) -> list[int]:
         """Return behind how many blocks, more than `first` and up to `end`, requests may go on."""

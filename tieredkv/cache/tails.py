@@ -240,8 +240,7 @@ class Tails:
         tail.first_held = max(tail.first_held, end)
 
     def end(self, tail: Tail) -> None:
-        """Release all pages of a request, the last ones first."""
-        self._release(tail, tail.first_held, len(tail.tables[0]))
+        """Forget what a request holds, which is released together with its blocks."""
         tail.blocks, tail.hit_end, tail.num_done, tail.first_held = [], 0, 0, 0
         for table in tail.tables:
             del table[:]
