@@ -345,8 +345,8 @@ class Scheduler:
     ) -> None:
         """Admit and schedule requests in order, until it is the turn of a busy tenant.
 
-        If there are busy tenants, or only brief requests are admitted, one block is left free for
-        each running request, since those are scheduled later.
+        If there are busy tenants, or only brief requests are admitted, room for one block is left
+        free for each running request, since those are scheduled later.
         """
         num_admitted_tokens, is_ahead = 0, bool(busy) or only_brief
         while (
@@ -361,14 +361,15 @@ class Scheduler:
                 break
             if self.cache.awaits(request.chain):
                 break
-            if is_ahead and self._num_blocks(request) > num_free - len(self.running):
+            num_soon = len(self.running) * request.chain.pages_per_block
+            if is_ahead and self._num_wanted(request) > num_free - num_soon:
                 break
             if only_brief and self.waiting.num_to_compute(request) > self._most_brief:
                 break
             if not (found := self._try(request)):
                 if only_brief or not self.running or found.is_coming:
                     break
-                passing = next((r for r in others if self._num_blocks(r) <= num_free), None)
+                passing = next((r for r in others if self._num_wanted(r) <= num_free), None)
                 if passing is None or not self._try(passing):
                     break
                 request = passing
@@ -427,6 +428,10 @@ class Scheduler:
         """Whether a request is quick; see `SHORT_STEP`."""
         return request.num_uncached_tokens <= self._short_step
 
+    def _num_wanted(self, request: Request) -> int:
+        """Return how many blocks and pages a request asks for when it is admitted, at most."""
+        return self.cache.num_wanted(request.chain, self._num_blocks(request))
+
     def _num_blocks(self, request: Request) -> int:
         most_tokens = request.num_prompt_tokens + request.max_output_tokens - 1  # not the last
         return -(-min(request.num_tokens + 1, most_tokens) // self.block_size)
@@ -435,7 +440,7 @@ class Scheduler:
         """Return the newest running request of the tenant that exceeds its floor the most."""
         held, floors = Counter[bytes](), self.cache.floors
         for request in self.running:
-            held[request.chain.tenant] += len(request.chain.blocks)
+            held[request.chain.tenant] += request.chain.num_held
         beyond = {tenant: num - floors.get(tenant, 0) for tenant, num in held.items()}
         return max(reversed(self.running), key=lambda each: beyond[each.chain.tenant])
 

@@ -19,10 +19,11 @@ from tests.engine.test_families import FAMILIES, make_config, write_checkpoint
 from tests.levels import few
 from tieredkv import LLM, SamplingParams
 from tieredkv.cache import expiry
+from tieredkv.cache.chain import Chain
 from tieredkv.cache.events import Change
 from tieredkv.cache.operations import KeptBlock
 from tieredkv.cache.plan import Demand, Planner, Split
-from tieredkv.cache.tail import anchor_pages, tail_kinds
+from tieredkv.cache.tail import Tail, anchor_pages, hit_pages, tail_kinds
 from tieredkv.engine.engine_messages import Claim
 from tieredkv.engine.step_plan import longest_chunk
 from tieredkv.pieces import whole
@@ -255,6 +256,31 @@ def test_a_request_learns_at_once_that_a_page_was_read(
 
     monkeypatch.setattr(cache, "poll", poll_and_check)
     assert generate(llm, PROMPT, n=1)[1].cached_tokens == 192
+
+
+def test_pages_are_read_from_disk_while_their_request_is_queued(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored, other, prefetched = tokens(150, seed=1), tokens(300, seed=2), list[int]()
+    options = {"disk_dir": str(tmp_path / "store"), "default_retention": "24h"}
+    with open_llm(folder, **options) as llm:
+        cold, _ = generate(llm, stored)
+    with open_llm(folder, **options, max_num_seqs=1, restore="load") as llm:
+        end_prefetch = llm.core.cache._promoter.end_prefetch
+
+        def counted(chain: Chain) -> None:
+            if isinstance(chain, Tail) and chain.of.blocks == []:
+                prefetched.append(len(chain.prefetched))
+            end_prefetch(chain)
+
+        monkeypatch.setattr(llm.core.cache._promoter, "end_prefetch", counted)
+        params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+        _, answer = llm.generate([other, stored], params)
+        llm.core.cache.check()
+        needed = hit_pages(llm.core.kv_spec)
+    assert answer.token_ids == cold
+    assert answer.usage.cached_tokens_by_tier[Tier.DISK] == 144
+    assert sorted(prefetched) == [0, needed]
 
 
 def test_a_request_that_leaves_another_one_near_its_end_finds_what_is_before(folder: Path) -> None:

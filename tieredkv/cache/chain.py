@@ -103,6 +103,16 @@ class Chain:
         """The blocks that the request uses, ascending."""
         return range(len(self.hashes))
 
+    @property
+    def pages_per_block(self) -> int:
+        """How many pages a block has, with those of layers with windows."""
+        return 1 + (len(self.tail.kinds) if self.tail is not None else 0)
+
+    @property
+    def num_held(self) -> int:
+        """How many blocks and pages the request holds."""
+        return len(self.blocks) + (self.tail.num_held if self.tail is not None else 0)
+
     def origins(self) -> list[Tier | None]:
         """Return where an admitted request got each full block from; None if it computed the block.
 

@@ -150,15 +150,24 @@ class Hits:
 
     def prefetch(self, chain: Chain) -> None:
         """Note what a plan may read of a queued request: blocks that the disk has and RAM lacks."""
-        tiers, row, hashes = self._tiers, chain.row, self.readable(chain)
-        now = tiers.clock.now()
+        num_found = len(self.readable(chain))
+        if (tail := chain.tail) is not None:
+            self._tails.find(tail, num_found)
+            self._note_on_disk(tail, tail.needed(num_found))
+            self._recalls.want(tail, end=tail.needed(num_found).stop)
+        self._note_on_disk(chain, range(num_found))
+        self._recalls.want(chain, end=num_found)
+
+    def _note_on_disk(self, chain: Chain, indices: range) -> None:
+        """Note which of these blocks of a queued request the disk has and RAM lacks, alone."""
+        tiers, row, now = self._tiers, chain.row, self._tiers.clock.now()
         for state in LOADABLE:
             row.leave(row.indices(state))
-        for index, block_hash in enumerate(hashes):
+        for index in indices:
+            block_hash = chain.hashes[index]
             if chain.is_on_disk(index, now) and not tiers.is_in_ram(block_hash):
                 is_awaited = tiers.disk_link.is_awaited(block_hash)
                 row.find(index, State.READING if is_awaited else State.AT_DISK)
-        self._recalls.want(chain, end=len(hashes))
 
     def take(self, chain: Chain, found: list[Block | None], fresh: Iterator[Block]) -> None:
         """Fill a request's table with the blocks that were found and with fresh blocks.

@@ -286,9 +286,10 @@ class Recalls:
     def _divide_tail(self, recall: Recall, tail: Tail) -> None:
         """Have the pages of windows loaded before which computing ends, unless all is computed."""
         loads_all = self._tiers.settings.restore == "load"
-        is_loaded = loads_all or recall.split < tail.hit_end
+        end = tail.hit_end or recall.end  # the latter of a queued request
+        is_loaded = loads_all or recall.split < end
         if is_loaded:
-            most = max(0, tail.hit_end - tail.num_needed)
+            most = max(0, end - tail.num_needed)
             recall.split, recall.host_split = min(recall.split, most), min(recall.host_split, most)
         if (beside := self._recalls.get(tail)) is not None:
             beside.split = beside.host_split = 0 if is_loaded else beside.end

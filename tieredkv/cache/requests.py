@@ -132,7 +132,9 @@ class TieredCache:
 
     def _use_answer(self, chain: Chain, found: Collection[BlockHash]) -> None:
         """Note what may be prefetched of what the disk has found and not dropped since."""
-        if not isinstance(chain, Tail):  # which is loaded when the request is admitted
+        if isinstance(chain, Tail):
+            self._want(chain.of, chain.of.hashes)
+        else:
             chain.disk_until = self._hits.until(chain)
             self._want(chain, found)
 
@@ -213,6 +215,18 @@ class TieredCache:
         """Number of blocks that each tenant keeps, even if others want them."""
         return self._tiers.device.floors
 
+    def num_wanted(self, chain: Chain, num_blocks: int) -> int:
+        """Return how many blocks and pages a request asks for at most.
+
+        Args:
+            chain: of the request.
+            num_blocks: length of its table.
+        """
+        if (tail := chain.tail) is None:
+            return num_blocks
+        num_beside = min(num_blocks, tail.num_needed + self._tiers.settings.step_blocks)
+        return num_blocks + len(tail.kinds) * num_beside
+
     # Admission
 
     def admit(
@@ -279,6 +293,7 @@ class TieredCache:
         for index in self._tails.lacking(tail, first, found.step_end):
             tail.hold(index, next(fresh))
         self._admitted[tail] = None
+        self._promoter.end_prefetch(tail)
 
     def extend(self, chain: Chain, *, is_alone: bool = False) -> Admission:
         """Add one private block to an admitted request's table, if there is room."""
@@ -396,6 +411,7 @@ class TieredCache:
             The blocks and pages that it holds, in the order in which they may be evicted.
         """
         self._lookups.forget(tail)
+        self._promoter.end_prefetch(tail)
         self._touches.finish(tail)
         self._recalls.forget(tail)
         tail.disk_until, blocks = [], [*tail.with_pages(tail.of.blocks)]

@@ -166,6 +166,11 @@ class Tail(Chain):
         """What a hit needs of these layers; of those with several windows as much as of all."""
         return KVGroup(tail_blocks=self.num_needed)
 
+    @property
+    def num_held(self) -> int:
+        """How many pages the request holds."""
+        return sum(page is not NO_PAGE for page in self.blocks[self.first_held * len(self.kinds) :])
+
     def needed(self, end: int) -> range:
         """Return the pages that a hit needs which ends behind so many blocks."""
         blocks = self.group.needs(end)
