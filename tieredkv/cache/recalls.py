@@ -217,14 +217,11 @@ class Recalls:
         demands: list[tuple[Demand, Recall | None]] = []
         planned: list[Recall] = []
         for chain, num_computed, num_tokens in requests:
-            if chain.tail is not None and (recall := self._recalls.get(chain.tail)) is not None:
-                self._tidy(recall, 0)
+            if chain.tail is not None and (recall := self._tidied(chain.tail, 0)) is not None:
                 planned.append(recall)  # first, since nothing goes on without these pages
-            if (recall := self._recalls.get(chain)) is not None:
-                self._tidy(recall, num_computed // size)
+            recall = self._tidied(chain, num_computed // size)
             shared = (num_shared(chain.hashes, each.chain.hashes) for each in planned)
             num_covered = min(num_tokens, size * max(shared, default=0))
-            recall = self._recalls.get(chain)
             demand = Demand(max(num_computed, num_covered), num_tokens, ready=chain.row.there)
             if recall is not None:
                 demand = demand._replace(
@@ -331,6 +328,12 @@ class Recalls:
                     chain.row.copy([index])
                 else:
                     chain.row.leave([index])
+
+    def _tidied(self, chain: Chain, first: int) -> Recall | None:
+        """Return a chain's recall without the blocks before `first`, if anything is left of it."""
+        if (recall := self._recalls.get(chain)) is not None:
+            self._tidy(recall, first)
+        return self._recalls.get(chain)
 
     def _tidy(self, recall: Recall, first: int) -> None:
         """Drop the blocks before `first`, which are computed, and those that took too long."""
