@@ -186,8 +186,11 @@ class TieredCache:
             shared = min(num_shared(chain.hashes, other.hashes), tail.most_end)
             if other.tail.num_done >= shared or other.tail.hit_end > shared - tail.reach:
                 continue  # it will not compute these pages
+            if tail.awaited == (other, shared):
+                return True
             if (found := len(self._hits.readable(chain))) < shared:
                 self._completion.keep(other.tail, shared)
+                tail.awaited = other, shared
                 if tail.waits_until is None:
                     compute_s = self._tiers.compute_rate.seconds(found * size, shared * size)
                     tail.waits_until = now + compute_s

@@ -117,6 +117,7 @@ class Tail(Chain):
             goes on where they do.
         found_end: the same, also once it has gone on there.
         kept_ends: numbers of blocks behind which later requests may go on.
+        awaited: the request that computes what it waits for, and behind how many blocks that ends.
         waits_until: until when it waits for what another request computes, in `monotonic` time;
             None before it has waited.
         num_done: blocks before it are computed, or were passed.
@@ -131,6 +132,7 @@ class Tail(Chain):
     junction: int = 0
     found_end: int = 0
     kept_ends: set[int] = field(default_factory=set)
+    awaited: tuple[Chain, int] | None = None
     waits_until: float | None = None
     num_done: int = 0
     first_held: int = 0
