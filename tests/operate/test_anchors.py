@@ -5,53 +5,24 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from msgspec.structs import replace
 
 from tests.operate.test_ask import engine_that_says
 from tests.operate.test_prune import chain, fill, model
 from tests.storage.blocks import told_by_engine
 from tests.storage.conftest import Harness
-from tieredkv.hashing import layout_of, page_hash, windows_of
+from tests.storage.windows import KINDS, NEEDS, WINDOWED, pages_of
+from tieredkv.hashing import windows_of
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import Df, EvictFilter, Inspect, Ls, Prune, Verify
 from tieredkv.operate.infos import BlockInfo
-from tieredkv.operate.models import KnownModel, note_model
-from tieredkv.types import BlockHash, BlockRecord, KVSpec, LayerKV, Tier
+from tieredkv.operate.models import note_model
+from tieredkv.types import Tier
 
-LAYERS = [LayerKV(1, 8), LayerKV(1, 8, 20), LayerKV(1, 8, 40), LayerKV(1, 8, 40)]
-SPEC = KVSpec(layers=LAYERS, dtype="float32", block_size=16)
-KINDS = [(1, 0, 1), (2, 0, 2), (2, 1, 2)]
-"""Group, part and number of parts of the further pages of a block."""
-
-WINDOWED = KnownModel(
-    name="windowed",
-    fingerprint="ab" * 32,
-    dtype="float32",
-    block_size=16,
-    hash_algo="sha256",
-    layout=layout_of(SPEC),
-)
 LENGTH = 8
 
 
-def pages_of(blocks: Collection[BlockRecord]) -> list[BlockRecord]:
-    """Return the records of all further pages of some blocks."""
-    return [
-        replace(
-            block,
-            block_hash=page_hash(BlockHash(block.block_hash), kind, part, algo="sha256"),
-            parent_hash=block.block_hash,
-            kind=kind,
-            part=part,
-            num_parts=num_parts,
-            size_bytes=50,
-        )
-        for block in blocks
-        for kind, part, num_parts in KINDS
-    ]
-
-
 BLOCKS = chain("a", WINDOWED, LENGTH)
+PAGES = pages_of(BLOCKS, size_bytes=50)
 
 
 def shown(control: StoreControl) -> list[BlockInfo]:
@@ -65,7 +36,7 @@ def anchors(blocks: Collection[BlockInfo]) -> list[int]:
 
 def test_a_layout_names_the_windows_of_the_pages() -> None:
     assert windows_of(WINDOWED.layout) == [20, 40, 40]
-    assert WINDOWED.anchor_needs == (3, 3)
+    assert WINDOWED.anchor_needs == NEEDS == (3, 3)
     assert model("full").anchor_needs is None
     for unknown in ("block-contiguous/1", "block-contiguous/1 windows [", "block-contiguous/2 [5]"):
         assert windows_of(unknown) == []
@@ -84,7 +55,7 @@ def test_a_layout_names_the_windows_of_the_pages() -> None:
 def test_an_anchor_has_all_pages_of_the_blocks_that_its_windows_reach(
     tmp_path: Path, missing: list[tuple[int, int]], expected: list[int]
 ) -> None:
-    pages = pages_of(BLOCKS)
+    pages = PAGES
     lost = {pages[len(KINDS) * position + number].block_hash for position, number in missing}
     pages = [page for page in pages if page.block_hash not in lost]
     plain = chain("plain", model("full"), 3)
@@ -110,23 +81,22 @@ def test_an_anchor_has_all_pages_of_the_blocks_that_its_windows_reach(
 
 def test_pages_in_ram_complete_the_anchors_of_blocks_on_disk(harness: Harness) -> None:
     client = harness.open()
-    pages = pages_of(BLOCKS)
     note_model(harness.folder, WINDOWED)
-    in_vram = [(each, [Tier.DEVICE]) for each in [*BLOCKS, *pages[9:]]]
+    in_vram = [(each, [Tier.DEVICE]) for each in [*BLOCKS, *PAGES[9:]]]
     with engine_that_says(client, told_by_engine(*in_vram)):
         assert anchors(shown(StoreControl(harness.folder))) == [5, 6, 7]
     client.close()
 
 
 def test_chains_of_models_that_are_not_known_tell_of_no_anchors(tmp_path: Path) -> None:
-    fill(tmp_path, *BLOCKS, *pages_of(BLOCKS))
+    fill(tmp_path, *BLOCKS, *PAGES)
     assert {block.is_anchor for block in shown(StoreControl(tmp_path))} == {msgspec.UNSET}
 
 
 def test_pages_go_with_their_blocks(tmp_path: Path) -> None:
-    pages, plain = pages_of(BLOCKS), chain("plain", model("full"), 3)
+    plain = chain("plain", model("full"), 3)
     fill(tmp_path, *BLOCKS[:4], *BLOCKS[5:], *plain)
-    fill(tmp_path, *pages)
+    fill(tmp_path, *PAGES)
     for each in (WINDOWED, model("full")):
         note_model(tmp_path, each)
     control = StoreControl(tmp_path)

@@ -45,14 +45,19 @@ def payload_of(block_hash: bytes, size_bytes: int = PAGE_BYTES) -> bytes:
 
 
 def make_record(
-    chain: str, position: int, *, retention: str = "24h", size_bytes: int = PAGE_BYTES
+    chain: str,
+    position: int,
+    *,
+    root: bytes = ROOT,
+    retention: str = "24h",
+    size_bytes: int = PAGE_BYTES,
 ) -> BlockRecord:
     """Return the record of a block that is computed now."""
     now = time.time()
     return BlockRecord(
         block_hash=hash_of(chain, position),
-        parent_hash=hash_of(chain, position - 1),
-        root=ROOT,
+        parent_hash=hash_of(chain, position - 1) if position else root,
+        root=root,
         namespace=NAMESPACE,
         position=position,
         size_bytes=size_bytes,

@@ -13,8 +13,10 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
+from tests.operate.test_ask import engine_that_says
 from tests.storage.blocks import occupied_bytes
 from tests.storage.conftest import (
+    NAMESPACE,
     Harness,
     Mailbox,
     is_alive,
@@ -23,15 +25,18 @@ from tests.storage.conftest import (
     make_record,
     wait_until,
 )
+from tests.storage.windows import NEEDS, WINDOWED, anchors_of, num_torn, pages_of
 from tests.waiting import HANG_S
 from tieredkv.operate.ask import StoreControl
-from tieredkv.operate.calls import Verify
+from tieredkv.operate.calls import Df, Verify
+from tieredkv.operate.models import note_model
 from tieredkv.storage.worker.process import EXIT_FAILED
 from tieredkv.tier import Loaded, Restarted, Stored
 from tieredkv.types import BlockRecord
 from tieredkv.wire.process import start_process
 
-STORED_A_ROUND = 16
+BLOCKS_A_ROUND = 4
+STORED_A_ROUND = BLOCKS_A_ROUND * (1 + NEEDS.num_pages)
 LOADED_A_ROUND = 16
 BUDGET_BYTES = 12 << 20
 KEPT_BLOCKS = 128  # the blocks stored last, a third of the budget, are never evicted
@@ -41,10 +46,11 @@ EXPIRES_AFTER_S = 1.0
 def survive_kills(harness: Harness, rounds: int, seed: int) -> Counter[str]:
     """Kill the worker at random times, with load on a full encrypted store; return the counters.
 
-    Each round stores, loads, deletes and expires blocks, kills the worker, and checks the new one:
-    the blocks acknowledged last are stored, every byte is right, `verify` finds nothing and the
-    files stay within the budget. The moment is random in time in one round, and in the number of
-    blocks acknowledged before it in the next, so that a slow worker is not only hit at its start.
+    Each round stores, loads, deletes and expires blocks and pages of windows, kills the worker, and
+    checks the new one: what was acknowledged last is stored, every byte is right, `df` counts the
+    places where a request could go on, `verify` finds nothing and the files stay within the budget.
+    The moment is random in time in one round, and in the number of blocks acknowledged before it in
+    the next, so that a slow worker is not only hit at its start.
     """
     client = harness.open(
         budget_bytes=BUDGET_BYTES,
@@ -53,12 +59,16 @@ def survive_kills(harness: Harness, rounds: int, seed: int) -> Counter[str]:
         encryption="on",
         key_dir=f"{harness.folder}.keys",
     )
-    mail, random_ = Mailbox(client), random.Random(seed)
+    note_model(harness.folder, WINDOWED)
+    mail, random_, root = Mailbox(client), random.Random(seed), WINDOWED.root(NAMESPACE)
     acknowledged: dict[bytes, BlockRecord] = {}
     tried: dict[bytes, BlockRecord] = {}
     counted = Counter[str]()
     for round_ in range(rounds):
-        fresh = [make_record(f"round {round_}", position) for position in range(STORED_A_ROUND)]
+        chain = f"round {round_}"
+        fresh = [make_record(chain, position, root=root) for position in range(BLOCKS_A_ROUND)]
+        fresh += pages_of(fresh)
+        random_.shuffle(fresh)
         brief, doomed = fresh[0], [fresh[1].block_hash]
         fresh[0] = replace(brief, expires_at=brief.computed_at + EXPIRES_AFTER_S)
         tried |= {record.block_hash: record for record in fresh}
@@ -97,6 +107,14 @@ def survive_kills(harness: Harness, rounds: int, seed: int) -> Counter[str]:
             assert loaded.ok, f"an acknowledged block is lost: {loaded.reason}"
             mail.assert_right(loaded)
             counted["blocks verified"] += 1
+        there = found_of(mail, tried)
+        with engine_that_says(client, {}):
+            told = StoreControl(harness.folder).answer(Df(verbose=True))["namespaces"]
+        num_told = sum(use["anchors"] for use in told)
+        num_left = len(anchors_of(found_of(mail, tried)))  # what is brief may have expired
+        assert num_left <= num_told <= len(anchors_of(there)), "a wrong anchor is told"
+        counted["anchors verified"] += num_left
+        counted["torn"] += num_torn(there)
         found = StoreControl(harness.folder).answer(Verify(repair=False))
         assert found["bad"] == 0, found
         counted["blocks verified"] += found["checked"]
@@ -107,6 +125,12 @@ def survive_kills(harness: Harness, rounds: int, seed: int) -> Counter[str]:
             assert loaded.ok, f"an acknowledged block is lost: {loaded.reason}"
             mail.assert_right(loaded)
     return counted
+
+
+def found_of(mail: Mailbox, tried: dict[bytes, BlockRecord]) -> list[BlockRecord]:
+    """Return which of some records the store finds."""
+    found = zip(tried.values(), mail.lookup([*tried]), strict=True)
+    return [record for record, is_there in found if is_there is not None]
 
 
 @pytest.mark.slow

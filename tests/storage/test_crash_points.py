@@ -2,6 +2,7 @@
 
 import math
 import os
+import random
 import re
 import signal
 import traceback
@@ -12,12 +13,14 @@ from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
 
 import pytest
+from msgspec.structs import replace
 
 import tieredkv.storage
 from tests.fakes import FakeClock
 from tests.storage import blocks as blocks_of
 from tests.storage.blocks import (
     CheckedStore,
+    gather,
     load,
     make_record,
     occupied_bytes,
@@ -27,6 +30,8 @@ from tests.storage.blocks import (
     sweep,
     verify,
 )
+from tests.storage.windows import NEEDS, anchors_of, num_torn, pages_of
+from tieredkv.operate.table import START_BYTES, starts_in
 from tieredkv.storage.extents import room
 from tieredkv.storage.index import rebuild
 from tieredkv.storage.store import Store
@@ -71,9 +76,21 @@ def blocks(
     ]
 
 
+def windows(name: str, count: int, at: int, **how: Any) -> list[BlockRecord]:
+    """Some blocks and the pages of windows beside them, in the mixed order of their writes."""
+    made = blocks(name, count, at, **how)
+    made += pages_of(made)
+    random.Random(name).shuffle(made)
+    times = [START + at + number / 1000 for number in range(len(made))]
+    return [
+        replace(it, computed_at=now, last_used=now) for it, now in zip(made, times, strict=True)
+    ]
+
+
 A, B, ODD = blocks("a", 10, 1), blocks("b", 6, 2, size=20_480), blocks("odd", 5, 3, size=4096)
-SHORT, A_AGAIN = blocks("short", 8, 4, life_s=60), blocks("a", 4, 10)
-MANY = [blocks(f"many {i}", 24, 200 + i) for i in range(6)]
+SHORT, A_AGAIN = windows("short", 2, 4, life_s=60), blocks("a", 4, 10)
+PARTS, PARTS_AGAIN = windows("parts", 6, 5), windows("parts", 6, 11)[:7]
+MANY = [windows(f"many {i}", 6, 200 + i) for i in range(6)]
 LARGE = [blocks(f"large {i}", 6, 300 + i, size=40_960) for i in range(3)]
 LAST = blocks("last", 5, 400)
 
@@ -85,6 +102,9 @@ LIVES: list[list[Step]] = [
         ("put", ODD),
         ("put", SHORT),
         ("delete", [A[8], A[9], B[0]]),
+        *(("put", PARTS[start : start + 5]) for start in range(0, len(PARTS), 5)),
+        ("delete", [PARTS[3], PARTS[13]]),
+        ("put", PARTS_AGAIN),
         ("put", A_AGAIN),  # computed again, so these blocks replace the stored ones
         ("delete", ODD),  # the last blocks of their extent size
         ("wait", 1.0),
@@ -305,13 +325,13 @@ def test_a_process_that_dies_while_it_shrinks_a_store_shrinks_it_the_next_time(
     assert_whole(path, finished, budget_bytes=smaller)
 
 
-def assert_whole(path: Path, died: Outcome, *, budget_bytes: int = BUDGET_BYTES) -> int:
-    """Check the whole store that a dead process left; return how many of its blocks it serves."""
+def assert_whole(path: Path, died: Outcome, *, budget_bytes: int = BUDGET_BYTES) -> Counter[str]:
+    """Check the whole store that a dead process left; return what it serves."""
     assert occupied_bytes(path) <= BUDGET_BYTES
     with open_store(path, FakeClock(died.now), budget_bytes=budget_bytes) as store:
         store.check()
         assert occupied_bytes(path) <= budget_bytes
-        num_right = assert_right_blocks(store, died)
+        found = assert_right_blocks(store, died)
         sweep(store)
         store.check()
         assert_right_blocks(store, died)
@@ -322,13 +342,14 @@ def assert_whole(path: Path, died: Outcome, *, budget_bytes: int = BUDGET_BYTES)
         assert all(put(store, *blocks("after", 20, 500)))
         store.check()
         assert occupied_bytes(path) <= budget_bytes
-    return num_right
+    return found
 
 
-def assert_right_blocks(store: CheckedStore, died: Outcome) -> int:
+def assert_right_blocks(store: CheckedStore, died: Outcome) -> Counter[str]:
     """Assert that exactly the acknowledged blocks are served, except those evicted in order.
 
-    Returns how many blocks are served.
+    Returns how many blocks and pages are served, how many anchors, and how many blocks that lack
+    some of their pages.
     """
     served = {}
     for block_hash in {record.block_hash for record in TRIED}:
@@ -352,7 +373,14 @@ def assert_right_blocks(store: CheckedStore, died: Outcome) -> int:
     is_there = [record.block_hash in served for record in kept]
     assert is_there == sorted(is_there), "a block is lost that was not the longest unused"
     assert sum(is_there) >= min(len(kept), 20), "more is lost than had to be"
-    return len(served)
+    records, told = [*served.values()], gather(store)
+    blocks_told = told.blocks[told.anchors([NEEDS] * len(told.kinds))]
+    anchors = anchors_of(records)
+    assert sorted(starts_in(blocks_told)) == sorted(it[:START_BYTES] for it in anchors), (
+        "a wrong anchor is told"
+    )
+    counted = {"blocks verified": len(served), "anchors verified": len(anchors)}
+    return Counter(counted | {"torn": num_torn(records)})
 
 
 def assert_no_strangers_bytes(path: Path, store: CheckedStore) -> None:

@@ -38,6 +38,8 @@ FIGURES = (
     "stores cut off",
     "blocks acknowledged",
     "blocks verified",
+    "anchors verified",
+    "torn",
     "wrong",
     "lost",
 )
@@ -53,7 +55,7 @@ def kill_at_labels(count: int, seed: int, folder: Path) -> Counter[str]:
         died = run_until(path, label, random_.randint(1, reached[label]))
         assert died.exit_code == DIED, "it did not die"
         counted += Counter({"kills": 1, "blocks acknowledged": len(died.stored)})
-        counted["blocks verified"] += assert_whole(path, died)
+        counted += assert_whole(path, died)
         shutil.rmtree(path)
         shutil.rmtree(f"{path}.keys")
     return counted
