@@ -114,7 +114,7 @@ def survive_kills(harness: Harness, rounds: int, seed: int) -> Counter[str]:
         num_left = len(anchors_of(found_of(mail, tried)))  # what is brief may have expired
         assert num_left <= num_told <= len(anchors_of(there)), "a wrong anchor is told"
         counted["anchors verified"] += num_left
-        counted["torn"] += num_torn(there)
+        counted["torn blocks"] += num_torn(there)
         found = StoreControl(harness.folder).answer(Verify(repair=False))
         assert found["bad"] == 0, found
         counted["blocks verified"] += found["checked"]

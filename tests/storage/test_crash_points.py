@@ -380,7 +380,7 @@ def assert_right_blocks(store: CheckedStore, died: Outcome) -> Counter[str]:
         "a wrong anchor is told"
     )
     counted = {"blocks verified": len(served), "anchors verified": len(anchors)}
-    return Counter(counted | {"torn": num_torn(records)})
+    return Counter(counted | {"torn blocks": num_torn(records)})
 
 
 def assert_no_strangers_bytes(path: Path, store: CheckedStore) -> None:

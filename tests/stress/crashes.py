@@ -2,10 +2,14 @@
 
 `python -m tests.stress.crashes --shards 16 --kills 1000 --cuts 1000 --json OUT`
 
-Half of the kills end a process at labelled points of the write path. The other half are `kill -9`
-of the real worker at random times, while a store at capacity is under load. Each store is then
-opened, read and verified. Shards run at the same time, each with a seed of its own. The last line
-is JSON with the sums of all shards. The exit code is 1 if anything was lost or wrong.
+The stores hold blocks and, beside them, pages of layers with windows. Half of the kills end a
+process at labelled points of the write path. The others are `kill -9` of the real worker at random
+times, while a store at capacity is under load; a quarter of these hit the worker of an engine. Each
+store is then opened, read and verified. A place where a request could go on counts where all pages
+are there that it needs, and nowhere else. The next engine repeats prompts, goes on in just these
+places, and answers as one without a store. Shards run at the same time, each with a seed of its
+own. The last line is JSON with the sums of all shards. The exit code is 1 if anything was lost or
+wrong.
 """
 
 import argparse
@@ -39,7 +43,8 @@ FIGURES = (
     "blocks acknowledged",
     "blocks verified",
     "anchors verified",
-    "torn",
+    "torn blocks",
+    "hits verified",
     "wrong",
     "lost",
 )
@@ -70,6 +75,17 @@ def kill_worker(count: int, seed: int, folder: Path) -> Counter[str]:
         harness.close()
 
 
+def kill_engine(count: int, seed: int, folder: Path) -> Counter[str]:
+    """Kill the worker of an engine at random times."""
+    # Imported here, since shards fork before any thread is started, and torch starts some.
+    import torch
+
+    from tests.engine import test_tails_killed
+
+    torch.set_num_threads(1)
+    return test_tails_killed.survive_kills(folder, count, seed)
+
+
 def cut_power(shim: Path, count: int, seed: int, folder: Path) -> Counter[str]:
     """Simulate power losses at random moments; odd seeds use `sync="none"`."""
     outcome = lose_power(folder, shim, ("commit", "none")[seed % 2], seed, count)
@@ -94,8 +110,12 @@ def run_shard(kills: int, cuts: int, seed: int, folder: str) -> dict[str, Any]:
     memory = "/dev/shm" if has_room else folder
     # NOTE: This trial forks, so it must run before any thread is started.
     attempt(partial(kill_at_labels, kills // 2, seed), memory)
-    for number, count in enumerate(_rounds(kills - kills // 2)):
+    random_kills = kills - kills // 2
+    engine_kills = -(-random_kills // 4)
+    for number, count in enumerate(_rounds(random_kills - engine_kills)):
         attempt(partial(kill_worker, count, seed + number), folder)
+    for number, count in enumerate(_rounds(engine_kills)):
+        attempt(partial(kill_engine, count, seed + number), folder)
     if cuts:
         shim = compile_shim(Path(tempfile.mkdtemp()))
         for number, count in enumerate(_rounds(cuts)):
@@ -144,7 +164,7 @@ def main(arguments: list[str]) -> int:
         found = json.loads(out.splitlines()[-1]) if shard.returncode == 0 else {"failures": [err]}
         failures += found.pop("failures")
         counted.update(found)
-    # Imported here, since shards fork before any thread is started, and torch starts some.
+    # Imported here, as it imports torch; see `kill_engine`.
     from tieredkv.bench.raw import head
 
     report = head(given.commit, f"python -m {__spec__.name}")

@@ -27,6 +27,7 @@ def survive(tmp_path: Path, kills: int, cuts: int, shards: int) -> None:
     assert (found["kills"], found["cuts"], found["wrong"], found["lost"]) == (kills, cuts, 0, 0)
     assert set(found) > {name.replace(" ", "_") for name in FIGURES}
     assert found["blocks_verified"] > 10 * (kills + cuts)
+    assert found["anchors_verified"] and found["torn_blocks"]
 
 
 def test_a_few_kills_and_power_losses_in_two_shards(tmp_path: Path) -> None:
