@@ -3,14 +3,13 @@
 Called by the engine's thread only.
 """
 
-import sys
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from tieredkv.cache.block import Block
 from tieredkv.cache.chain import Chain
-from tieredkv.cache.groups import PREFIX, hit_end
+from tieredkv.cache.hit_end import last_end
 from tieredkv.cache.lookups import Lookups
 from tieredkv.cache.miss_reasons import MissReason
 from tieredkv.cache.recalls import Recalls
@@ -107,10 +106,10 @@ class Hits:
             missing = [each for each in tiers.host.missing(missing) if each not in on_disk]
         num_found = chain.num_present = hashes.index(missing[0]) if missing else len(hashes)
         # What is missing behind the first block that is missing changes no end of a hit.
-        ends = range(num_found + 1) if chain.read_ends is None else chain.read_ends
+        ends = range(num_found + 1) if chain.read_ends is None else sorted(chain.read_ends)
         if chain.tail is not None:
             return hashes[: self._tails.hit_end(chain.tail, num_found, ends)]
-        return hashes[: hit_end([PREFIX], [range(num_found, sys.maxsize)], ends)]
+        return hashes[: last_end(ends, num_found)]
 
     def find(self, chain: Chain, num_blocks: int) -> Found:
         """Return what VRAM has for a request whose table has `num_blocks` blocks."""

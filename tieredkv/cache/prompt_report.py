@@ -3,12 +3,11 @@
 Numbers in, a report out: this module knows neither the tiers' contents nor tokens.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 
 import msgspec
 
-from tieredkv.cache.groups import PREFIX, hit_end
+from tieredkv.cache.hit_end import last_end
 from tieredkv.cache.plan import DISK_LINK, HOST_LINK, Demand, LinkLoad, Planner
 from tieredkv.cache.stretches import stretches
 from tieredkv.pieces import Pieces
@@ -70,7 +69,7 @@ def report(
     if num_found < len(sources):
         reason = yield from why_missed(num_found)
     if read_ends is not None:
-        diverges = hit_end([PREFIX], [range(num_found, sys.maxsize)], read_ends)
+        diverges = last_end(sorted(read_ends), num_found)
         sources = [*sources[:diverges], *[None] * (len(sources) - diverges)]
         reason = behind if diverges < num_found else reason
     counts = {tier: block_size * list(sources).count(tier) for tier in Tier}

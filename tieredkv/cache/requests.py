@@ -417,7 +417,7 @@ class TieredCache:
         self._promoter.end_prefetch(tail)
         self._touches.finish(tail)
         self._recalls.forget(tail)
-        tail.disk_until, blocks = [], [*tail.with_pages(tail.of.blocks)]
+        tail.disk_until, blocks = [], tail.with_pages(tail.of.blocks)
         if tail in self._admitted:
             del self._admitted[tail]
             self._completion.publish_last(tail)

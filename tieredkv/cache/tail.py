@@ -7,13 +7,12 @@ request holds few of them at a time.
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, overload
 
 from tieredkv.cache.block import Block
 from tieredkv.cache.chain import Chain, PageIdentity
-from tieredkv.cache.groups import KVGroup
 from tieredkv.errors import IntegrityError
 from tieredkv.hashing import page_hash
 from tieredkv.pieces import PIECE_BLOCKS, Pieces, cut
@@ -164,19 +163,17 @@ class Tail(Chain):
         return max(kind.num_blocks for kind in self.kinds)
 
     @property
-    def group(self) -> KVGroup:
-        """What a hit needs of these layers; of those with several windows as much as of all."""
-        return KVGroup(tail_blocks=self.num_needed)
-
-    @property
     def num_held(self) -> int:
         """How many pages the request holds."""
         return sum(page is not NO_PAGE for page in self.blocks[self.first_held * len(self.kinds) :])
 
     def needed(self, end: int) -> range:
         """Return the pages that a hit needs which ends behind so many blocks."""
-        blocks = self.group.needs(end)
-        return self.pages_of(blocks.start, blocks.stop)
+        return self.pages_of(self._first_needed(end), end)
+
+    def _first_needed(self, end: int) -> int:
+        """Return the first block of which a hit needs pages that ends behind so many blocks."""
+        return max(0, end - self.num_needed)
 
     def ends(self, is_there: Callable[[BlockHash], object]) -> Pieces[list[int]]:
         """Return behind how many blocks a hit may end, in pieces, where some pages are there."""
@@ -184,9 +181,9 @@ class Tail(Chain):
         for some in cut(list(enumerate(self.hashes)), PIECE_BLOCKS):
             lacking.update(index // num_kinds for index, each in some if not is_there(each))
             yield
-        most, asked, needs = self.most_end, self.of.read_ends, self.group.needs
+        most, asked, first = self.most_end, self.of.read_ends, self._first_needed
         ends = range(most + 1) if asked is None else [end for end in asked if end <= most]
-        return [end for end in ends if lacking.isdisjoint(needs(end))]
+        return [end for end in ends if lacking.isdisjoint(range(first(end), end))]
 
     def pages_of(self, first: int, end: int) -> range:
         """Return the pages of the blocks `[first, end)`."""
@@ -211,8 +208,9 @@ class Tail(Chain):
     @property
     def used(self) -> list[int]:
         """The pages that the request has found and those of its prompt that are kept, ascending."""
-        found = self.group.needs(self.found_end)
-        blocks = [*found, *self.kept_within(found.stop, len(self.of.hashes))]
+        end = self.found_end
+        found = range(self._first_needed(end), end)
+        blocks = [*found, *self.kept_within(end, len(self.of.hashes))]
         return [index for block in blocks for index in self.pages_of(block, block + 1)]
 
     @property
@@ -226,13 +224,15 @@ class Tail(Chain):
             found.append(self.hashes[index])
         return found + hashes[begun:]
 
-    def with_pages(self, blocks: Sequence[Block]) -> Iterator[Block]:
-        """Yield the blocks of the request's table, the last one first, each behind its pages."""
-        num_kinds = len(self.kinds)
-        for index in reversed(range(len(blocks))):
+    def with_pages(self, blocks: Sequence[Block]) -> list[Block]:
+        """Return the blocks of the request's table, the last one first, each behind its pages."""
+        num_kinds, first, found = len(self.kinds), self.first_held, list[Block]()
+        for index in reversed(range(first, len(blocks))):
             pages = self.blocks[index * num_kinds : (index + 1) * num_kinds]
-            yield from (page for page in pages if page is not NO_PAGE)
-            yield blocks[index]
+            found += [page for page in pages if page is not NO_PAGE]
+            found.append(blocks[index])
+        found += blocks[:first][::-1]
+        return found
 
     def kept_between(self, first: int, end: int) -> list[int]:
         """Return behind how many blocks, more than `first` and up to `end`, requests may go on."""

@@ -8,13 +8,13 @@ request may go on.
 Called by the engine's thread only.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from tieredkv.cache.block import Block
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.expiry import Expiry
-from tieredkv.cache.groups import PREFIX, hit_end
+from tieredkv.cache.hit_end import hit_end
 from tieredkv.cache.lookups import Lookups
 from tieredkv.cache.recalls import Recalls
 from tieredkv.cache.row import State
@@ -47,28 +47,18 @@ class Tails:
     def hit_end(self, tail: Tail, num_found: int, ends: Sequence[int]) -> int:
         """Return behind how many blocks a hit ends, the first `num_found` of which are there.
 
-        The first page of each block tells where it may end. The others are looked up for where it
-        does.
-
         Args:
             tail: of a queued request.
             num_found: how many blocks of its head the tiers have.
-            ends: numbers of blocks at which it may end.
+            ends: numbers of blocks at which it may end, ascending.
         """
-        groups, num_kinds = [PREFIX, tail.group], len(tail.kinds)
-        ends = [end for end in ends if end <= tail.most_end]
-        first_pages = range(0, num_found * num_kinds, num_kinds)
-        lacking = [index // num_kinds for index in self._missing(tail, first_pages)]
-        while end := hit_end(groups, [range(num_found, sys.maxsize), lacking], ends):
-            missing = self._missing(tail, tail.needed(end))
-            if not missing:
-                return end
-            lacking = sorted({*lacking, *(index // num_kinds for index in missing)})
-        return 0
+        most = min(num_found, tail.most_end)
+        return hit_end(most, tail.num_needed, ends, partial(self._missing, tail))
 
-    def _missing(self, tail: Tail, pages: range) -> list[int]:
-        """Return those of these pages that no tier has."""
-        tiers, hashes = self._tiers, [tail.hashes[index] for index in pages]
+    def _missing(self, tail: Tail, blocks: Sequence[int]) -> list[int]:
+        """Return those of these blocks some of whose pages no tier has."""
+        tiers, pages = self._tiers, [it for each in blocks for it in tail.pages_of(each, each + 1)]
+        hashes = [tail.hashes[index] for index in pages]
         self._expiry.drop_among(hashes)
         absent = {*tiers.device.missing(hashes)}
         if absent and tiers.can_load:
@@ -77,9 +67,10 @@ class Tails:
             until = self._until(tail, pages) if absent and tiers.store is not None else ()
             on_disk = (it for it, second in zip(hashes, until, strict=False) if second > now)
             absent.difference_update(on_disk)
-        return [index for index, it in zip(pages, hashes, strict=True) if it in absent]
+        lacking = zip(pages, hashes, strict=True)
+        return sorted({index // len(tail.kinds) for index, it in lacking if it in absent})
 
-    def _until(self, tail: Tail, pages: range) -> list[int]:
+    def _until(self, tail: Tail, pages: Sequence[int]) -> list[int]:
         """Return until when the disk has each of these pages; 0 of those that it does not have."""
         presence = self._tiers.presence
         until: list[int] = presence.until([tail.hashes[index] for index in pages]).tolist()
@@ -213,16 +204,30 @@ class Tails:
         found = list[BlockHash]()
         end = min(tail.num_done, len(tail.of.hashes))
         kept_from = end - tail.reach
-        for block in reversed(range(end)):
+        named = {it - 1 for it in tail.kept_ends if 0 < it <= end}
+        for block in sorted({*self._kept_blocks(tail, end), *named}, reverse=True):
             pages = tail.pages_of(block, block + 1)
             entry = get(tail.hashes[pages.start])
-            is_several = entry is not None and entry.num_continued > 1
-            if is_several or block + 1 in tail.kept_ends:
+            if block in named or (entry is not None and entry.num_continued > 1):
                 kept_from = block + 1 - tail.reach
             is_kept = entry is None or entry.pinned_until or entry.block_hash in superseded
             if block < kept_from and not is_kept:
                 hashes = tail.hashes[pages.start : pages.stop]
                 found += [block_hash for block_hash in hashes if get(block_hash) is not None]
+        return found
+
+    def _kept_blocks(self, tail: Tail, end: int) -> set[int]:
+        """Return the blocks before `end` of which pages are kept in VRAM or host memory.
+
+        Of as many blocks as a hit needs one is looked at, and those around it where it has pages.
+        """
+        get, step, found = self._tiers.catalog.get, tail.num_needed, set[int]()
+        for one in range(end % step, end, step):
+            for run in range(one, end), range(one - 1, -1, -1):
+                for block in run:
+                    if block in found or get(tail.hashes[block * len(tail.kinds)]) is None:
+                        break
+                    found.add(block)
         return found
 
     def pass_by(self, tail: Tail, num_computed: int) -> None:

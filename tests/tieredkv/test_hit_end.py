@@ -8,13 +8,24 @@ keys anywhere give wrong keys behind them.
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredkv.cache.groups import PREFIX, KVGroup, hit_end
+from tieredkv.cache.hit_end import hit_end, last_end
 from tieredkv.cache.row import Row, State
 from tieredkv.types import BlockHash
 
-TAIL = KVGroup(tail_blocks=2)
-GROUPS = (PREFIX, TAIL)
+NUM_NEEDED = 2
 Keys = tuple[int, ...]
+
+
+def needs(end: int) -> tuple[range, range]:
+    """Return the blocks whose keys a hit needs that ends behind `end` blocks, by layer."""
+    return range(end), range(max(0, end - NUM_NEEDED), end)
+
+
+def find_end(missing: list[list[int]], num_blocks: int) -> int:
+    """Return where a hit ends if these blocks are missing, by layer."""
+    num_found = min(missing[0], default=num_blocks)
+    ends = range(num_blocks + 1)
+    return hit_end(num_found, NUM_NEEDED, ends, lambda asked: sorted({*asked} & {*missing[1]}))
 
 
 class FakeModel:
@@ -52,19 +63,19 @@ def test_requests_find_the_largest_hit_that_both_layers_can_continue_from(
     model, stored = FakeModel(), [dict[BlockHash, int](), dict[BlockHash, int]()]
     for tokens in prompts:
         hashes = [BlockHash(bytes(tokens[: end + 1])) for end in range(len(tokens))]
-        rows, cold = [Row(len(tokens)) for _ in GROUPS], model.cold(tokens)
+        rows, cold = [Row(len(tokens)) for _ in stored], model.cold(tokens)
         missing = [
             [index for index, each in enumerate(hashes) if each not in layer] for layer in stored
         ]
-        end = hit_end(GROUPS, missing, range(len(tokens) + 1))
+        end = find_end(missing, len(tokens))
         keys: list[dict[int, int]] = [{}, {}]
-        for group, row, layer, made in zip(GROUPS, rows, stored, keys, strict=True):
-            for index in group.needs(end):
+        for needed, row, layer, made in zip(needs(end), rows, stored, keys, strict=True):
+            for index in needed:
                 row.find(index, State.FOUND)
                 made[index] = layer[hashes[index]]
         for larger in range(end + 1, len(tokens) + 1):
-            needed = [{*group.needs(larger)} for group in GROUPS]
-            assert any(a & {*b} for a, b in zip(needed, missing, strict=True)), "a larger hit"
+            lacking = ({*a} & {*b} for a, b in zip(needs(larger), missing, strict=True))
+            assert any(lacking), "a larger hit"
         for index in range(end, len(tokens)):
             made_now = model.compute(index, tokens[index], keys)
             assert made_now == cold[index]
@@ -85,12 +96,27 @@ def test_requests_find_the_largest_hit_that_both_layers_can_continue_from(
 
 
 def test_a_layer_with_a_window_needs_the_last_blocks_only() -> None:
-    assert [*TAIL.needs(5)] == [3, 4] and [*TAIL.needs(1)] == [0] and not TAIL.needs(0)
-    assert [*PREFIX.needs(3)] == [0, 1, 2]
-    assert hit_end(GROUPS, [[4], [0, 1]], range(6)) == 4, "the head is behind the window"
-    assert hit_end(GROUPS, [[4], [0, 1, 3]], range(6)) == 0, "no window is whole"
+    assert find_end([[4], [0, 1]], 5) == 4, "the head is behind the window"
+    assert find_end([[4], [0, 1, 3]], 5) == 0, "no window is whole"
+    assert find_end([[4], [1, 3]], 5) == 1, "a window may be short"
+
+
+@given(
+    st.integers(0, 40), st.integers(1, 5), st.sets(st.integers(0, 39)), st.sets(st.integers(0, 40))
+)
+def test_the_largest_end_is_found_of_those_that_may_be(
+    num_found: int, num_needed: int, lacking: set[int], ends: set[int]
+) -> None:
+    may_end = (
+        end
+        for end in ends
+        if end <= num_found and lacking.isdisjoint(range(max(0, end - num_needed), end))
+    )
+    found = hit_end(num_found, num_needed, sorted(ends), lambda some: sorted(lacking & {*some}))
+    assert found == max(may_end, default=0)
 
 
 def test_only_given_ends_count_and_without_any_nothing_is_found() -> None:
-    assert hit_end([PREFIX], [[3]], [1, 4]) == 1
-    assert hit_end([PREFIX], [[]], []) == 0
+    assert last_end([1, 4], 3) == 1
+    assert last_end([1, 4], 4) == 4
+    assert last_end([1, 4], 0) == last_end([], 3) == 0
