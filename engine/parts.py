@@ -201,7 +201,6 @@ def make_tiers(
 ) -> Tiers:
     """Make the tiers of this link and this store."""
     num_batched_tokens = settings.resolve_max_num_batched_tokens(device_type)
-    most_chunk, _ = share_blocks(spec, num_blocks)
     tiers = Tiers(
         device=BlockPool(num_blocks, settings.eviction_order),
         host=BlockPool(num_pages, settings.eviction_order),
@@ -219,7 +218,6 @@ def make_tiers(
             drain_timeout_s=settings.drain_timeout,
             device_reserve_blocks=2 * num_batched_tokens // spec.block_size,
             load_timeout_s=settings.load_timeout,
-            step_blocks=-(-min(longest_chunk(num_batched_tokens), most_chunk) // spec.block_size),
         ),
         compute_rate=ComputeRate(settings.resolve_max_num_alone_tokens(device_type)),
     )

@@ -33,14 +33,12 @@ class Found(NamedTuple):
         known: the blocks of its chain that are a hit.
         pages: the pages of layers with windows that it needs to go on behind them.
         held: of all of these, what VRAM has.
-        step_end: its first step computes at most the blocks before it.
-        num_fresh: how many blocks and pages it lacks, with those that its first step may compute.
+        num_fresh: how many blocks and pages it lacks.
     """
 
     known: list[Block | None]
     pages: list[Block | None]
     held: list[Block]
-    step_end: int
     num_fresh: int
 
 
@@ -114,14 +112,9 @@ class Hits:
     def find(self, chain: Chain, num_blocks: int) -> Found:
         """Return what VRAM has for a request whose table has `num_blocks` blocks."""
         known, tail = self._tiers.device.find(self.readable(chain)), chain.tail
-        first, pages, num_beside = len(known), list[Block | None](), 0
-        step_end = min(num_blocks, first + self._tiers.settings.step_blocks)
-        if tail is not None:
-            pages = self._tails.find(tail, first)
-            num_beside = len(tail.pages_of(first, step_end))
+        pages = self._tails.find(tail, len(known)) if tail is not None else []
         held = [block for block in known + pages if block is not None]
-        num_fresh = num_blocks + len(pages) + num_beside - len(held)
-        return Found(known, pages, held, step_end, num_fresh)
+        return Found(known, pages, held, num_blocks + len(pages) - len(held))
 
     def num_held(self, chain: Chain) -> int:
         """Return how many blocks at the head of a chain need no computing, by and large.

@@ -225,10 +225,8 @@ class TieredCache:
             chain: of the request.
             num_blocks: length of its table.
         """
-        if (tail := chain.tail) is None:
-            return num_blocks
-        num_beside = min(num_blocks, tail.num_needed + self._tiers.settings.step_blocks)
-        return num_blocks + len(tail.kinds) * num_beside
+        tail = chain.tail
+        return num_blocks + (len(tail.needed(num_blocks)) if tail is not None else 0)
 
     # Admission
 
@@ -288,13 +286,10 @@ class TieredCache:
     def _begin_tail(
         self, tail: Tail, found: Found, num_blocks: int, fresh: Iterator[Block]
     ) -> None:
-        """Give an admitted request its pages of layers with windows, also for its first step."""
-        first = len(found.known)
-        tail.begin(first, num_blocks)
+        """Give an admitted request its pages of layers with windows."""
+        tail.begin(len(found.known), num_blocks)
         self._tails.note_found(tail.of, tail)
         self._hits.take_pages(tail, found.pages, fresh)
-        for index in self._tails.lacking(tail, first, found.step_end):
-            tail.hold(index, next(fresh))
         self._admitted[tail] = None
         self._promoter.end_prefetch(tail)
 

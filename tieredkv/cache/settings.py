@@ -15,7 +15,6 @@ class CacheSettings:
         drain_timeout_s: how long a stop may take to write what is owed to the disk.
         device_reserve_blocks: how many device blocks to keep clean ahead of need.
         load_timeout_s: a block that the disk has not loaded within this time is computed.
-        step_blocks: of how many blocks of a request one step may compute tokens.
     """
 
     restore: Restore = "auto"
@@ -23,4 +22,3 @@ class CacheSettings:
     drain_timeout_s: float = 30.0
     device_reserve_blocks: int = 64
     load_timeout_s: float = 30.0
-    step_blocks: int = 64
