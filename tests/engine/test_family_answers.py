@@ -17,7 +17,6 @@ from tests.engine.test_families import SMALL, write_checkpoint
 from tests.engine.test_text_model import QWEN_VISION, VISION, write_whole
 from tieredkv import LLM, SamplingParams
 from tieredkv.engine.fused_gemma import FusedGemma
-from tieredkv.engine.loader import find_model
 from tieredkv.engine.suitability import TESTED_MODEL_TYPES
 
 CONTEXT_LEN = 256
@@ -295,46 +294,39 @@ def prompts() -> list[list[int]]:
 
 
 @torch.inference_mode()
-def expected_answers(model: Any) -> list[list[int]]:
-    """Return the greedy answers of transformers without any of its caches."""
-    answers = []
+def assert_greedy(model: Any, answers: list[list[int]]) -> None:
+    """Verify that transformers finds each token of the answers the likeliest, without a cache."""
     model.set_attn_implementation("eager")
-    for prompt in prompts():
-        ids = [*prompt]
-        for _ in range(NUM_TOKENS):
-            logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
-            ids.append(int(logits.argmax()))
-        answers.append(ids[len(prompt) :])
-    return answers
+    for prompt, answer in zip(prompts(), answers, strict=True):
+        logits = model(torch.tensor([prompt + answer[:-1]]), use_cache=False).logits[0]
+        assert answer == logits[len(prompt) - 1 :].argmax(-1).tolist(), len(prompt)
 
 
-def assert_same_answers(folder: Path, expected: list[list[int]]) -> None:
-    """Compare answers in a batch, and of each prompt alone, computed in chunks of odd sizes."""
+def assert_same_answers(name: str, folder: Path, model: Any) -> None:
+    """Compare answers in a batch, and of each prompt alone, computed in chunks of odd sizes.
+
+    A checkpoint of Gemma runs in fused steps, and no other by the same class.
+    """
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
     sizes: dict[str, Any] = {"device_size": "16MiB", "host_size": "16MiB"}
-    for chunk, batches in ((37, [prompts()]), (53, [[each] for each in reversed(prompts())])):
-        with LLM(str(folder), device="cpu", max_num_batched_tokens=chunk, **sizes) as llm:
-            told = [llm.generate(batch, params) for batch in batches]
-            answers = [answer.token_ids for batch in told for answer in batch]
-            llm.core.cache.check()
-        assert answers == (expected if len(batches) == 1 else expected[::-1])
-    assert len({token for answer in expected for token in answer}) > NUM_TOKENS // 2
-
-
-def assert_gemma_is_fused(name: str, folder: Path) -> None:
-    """Check that a checkpoint of Gemma runs in fused steps, and no other by the same class."""
-    fused = find_model(str(folder), device="cpu").load().fused
-    assert isinstance(fused, FusedGemma) == ("gemma" in name)
+    with LLM(str(folder), device="cpu", max_num_batched_tokens=37, **sizes) as llm:
+        together = [answer.token_ids for answer in llm.generate(prompts(), params)]
+        alone = [llm.generate(it, params, cache_salt="alone")[0] for it in reversed(prompts())]
+        llm.core.cache.check()
+        assert isinstance(llm.core.model.fused, FusedGemma) == ("gemma" in name)
+    assert [answer.usage.cached_tokens for answer in alone] == [0] * len(alone)
+    assert [answer.token_ids for answer in reversed(alone)] == together
+    assert len({token for answer in together for token in answer}) > NUM_TOKENS // 2
+    assert_greedy(model, together)
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_the_engine_answers_as_transformers_generates(name: str, tmp_path: Path) -> None:
     model_type, told = TEXTS[name]
     write_checkpoint(tmp_path, AutoConfig.for_model(model_type, **text_sizes(told)))
-    assert_gemma_is_fused(name, tmp_path)
     auto: Any = AutoModelForCausalLM
     model = auto.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    assert_same_answers(tmp_path, expected_answers(model))
+    assert_same_answers(name, tmp_path, model)
 
 
 @pytest.mark.parametrize("name", WHOLES)
@@ -342,8 +334,7 @@ def test_the_engine_answers_as_the_whole_of_a_multimodal_checkpoint(
     name: str, tmp_path: Path
 ) -> None:
     model = write_whole(tmp_path, make_whole(name))
-    assert_gemma_is_fused(name, tmp_path)
-    assert_same_answers(tmp_path, expected_answers(model))
+    assert_same_answers(name, tmp_path, model)
 
 
 def test_the_log_names_the_types_that_are_tested_here() -> None:
