@@ -137,7 +137,7 @@ def make_case(
 )
 @pytest.mark.parametrize(
     ("latent", "num_heads", "block_size"),
-    [(SMALL, 4, 16), (ODD, 5, 32), *few([(SMALL, 20, 16), (SMALL, 128, 16), (ODD, 65, 16)], 1)],
+    [(SMALL, 4, 16), (ODD, 5, 32), *few([(SMALL, 20, 16), (SMALL, 128, 16), (ODD, 65, 16)], 0)],
 )
 def test_latent_attention_equals_its_definition(
     relative_error: RelativeError,

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.golden import refused
+from tests.levels import few
 from tieredkv.errors import ShapeError
 from tieredkv.kernels import layers, reference
 from tieredkv.kernels.checks import Branch, HeadNorms, LayerCache, NormStyle, triton_module
@@ -489,9 +490,19 @@ def test_rows_without_two_halves_and_rows_too_wide_are_refused(choose: Choose) -
         layers.add_and_norm(torch.zeros(1, wide), None, torch.ones(1, wide), LLAMA)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "shape", [(8, 1024), (4104, 1024), pytest.param((16384, 256), marks=pytest.mark.slow)]
+    ("dtype", "shape"),
+    few(
+        [
+            (torch.bfloat16, (8, 1024)),
+            (torch.float16, (8, 1024)),
+            (torch.bfloat16, (4104, 512)),
+            (torch.float16, (4104, 512)),
+            (torch.bfloat16, (16384, 256)),
+            (torch.float16, (16384, 256)),
+        ],
+        3,
+    ),
 )
 def test_one_row_times_a_matrix(
     device: str, choose: Choose, dtype: torch.dtype, shape: tuple[int, int]

@@ -88,7 +88,9 @@ def test_windows_and_sinks_equal_their_definition(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("window", "sinks"), [(None, "none"), (None, "medium"), (40, "medium")])
+@pytest.mark.parametrize(
+    ("window", "sinks"), few([(None, "none"), (40, "medium"), (None, "medium")], 2)
+)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"), [(3, 1, 256), (4, 2, 512), (5, 1, 320)]
 )
@@ -103,7 +105,7 @@ def test_large_heads_equal_their_definition(
     head_dim: int,
 ) -> None:
     case = make_case(
-        [(1, 90), (19, 70), (1, 3)],
+        [(1, 70), (19, 45), (1, 3)],
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -115,7 +117,7 @@ def test_large_heads_equal_their_definition(
     assert relative_error(case.attend("triton"), case.oracle()) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("num_multiprocessors", few([5, 40, 1, 2], 2))
+@pytest.mark.parametrize("num_multiprocessors", few([5, 40, 1, 2]))
 @pytest.mark.parametrize("window", [None, 150])
 @pytest.mark.parametrize("spans", [[(1, 700), (1, 5)], [(20, 420), (6, 6), (1, 300), (1, 299)]])
 def test_a_sink_counts_once_with_any_number_of_programs(
@@ -152,7 +154,8 @@ def test_sinks_may_have_any_float_dtype(
     make_case: MakeCase, relative_error: RelativeError, backend: str, dtype: torch.dtype
 ) -> None:
     sinks = make_sinks("medium", 4, dtype)
-    case = make_case(CHUNKS, num_heads=4, num_kv_heads=2, head_dim=32, block_size=16, sinks=sinks)
+    spans = [(3, 20), (1, 40)]
+    case = make_case(spans, num_heads=4, num_kv_heads=2, head_dim=32, block_size=16, sinks=sinks)
     assert relative_error(case.attend(backend), case.oracle()) < TOLERANCE[torch.float32]
 
 
