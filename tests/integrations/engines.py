@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 from tests.integrations import vllm_standin
+from tests.levels import few
 from tests.waiting import wait_until
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -410,3 +411,5 @@ def _fitting(kind: Any, **values: Any) -> dict[str, Any]:
 
 
 ENGINES: list[type[Engine]] = [RealEngine] if HAS_VLLM else [StandInEngine, OlderStandInEngine]
+NEWEST = pytest.mark.parametrize("setup", few(ENGINES), ids=lambda it: it.__name__, indirect=True)
+"""For tests of what does not depend on vLLM's version: others are tried in the full run only."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.conftest import Setup
-from tests.integrations.engines import Engine, flip_a_bit
+from tests.integrations.engines import NEWEST, Engine, flip_a_bit
 from tests.waiting import wait_until
 from tieredkv.operate.calls import EvictFilter
 
@@ -80,6 +80,7 @@ def test_what_gives_way_to_others_is_told(setup: Setup) -> None:
         found += told_later(engine)
 
 
+@NEWEST
 def test_what_is_dropped_as_it_is_damaged_is_told(setup: Setup) -> None:
     clear = {"disk_encryption": "off"}  # bytes of chunks are looked for on disk
     engine = open_engine(setup, **clear)
@@ -105,6 +106,7 @@ def test_what_an_earlier_run_has_stored_is_told_when_it_is_used(setup: Setup) ->
     assert told_later(engine) == [("-", chain)], "nobody knew of the others"
 
 
+@NEWEST
 def test_of_a_worker_that_is_started_again_nothing_is_known(setup: Setup) -> None:
     engine = open_engine(setup)
     chain = sorted(engine.chain("a", 2))
@@ -131,6 +133,7 @@ def test_chunks_that_are_loaded_or_computed_are_told(setup: Setup, restore: str)
     assert told(engine) == [("+", chain)]
 
 
+@NEWEST
 @pytest.mark.parametrize("namespaces", ["open", "all"])
 def test_tenants_chunks_are_told_only_if_the_operator_says_so(
     setup: Setup, namespaces: str

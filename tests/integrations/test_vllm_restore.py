@@ -16,7 +16,7 @@ import pytest
 
 from tests.golden import refused
 from tests.integrations.conftest import Setup
-from tests.integrations.engines import NUM_ROWS, Engine, bytes_of
+from tests.integrations.engines import NEWEST, NUM_ROWS, Engine, bytes_of
 from tests.waiting import wait_until
 from tieredkv.cache.link_rate import LinkRate
 from tieredkv.errors import ConfigError
@@ -105,6 +105,7 @@ def test_a_head_is_loaded_where_that_is_faster(
     assert engine.metrics()["tieredkv_restores", choice] == 1
 
 
+@NEWEST
 def test_the_setting_can_say_always_and_never(setup: Setup) -> None:
     engine = setup.open(tier={**FAST, "restore": "load"})
     chain = engine.chain("a", 3)
@@ -229,6 +230,7 @@ def test_what_expired_behind_a_computed_head_lives_again(setup: Setup) -> None:
     assert engine.hits(chain) == [True] * 4
 
 
+@NEWEST
 def test_what_computing_takes_is_learnt_from_any_traffic_and_kept(setup: Setup) -> None:
     engine = setup.open(tier={"restore": "auto"})
     for number in range(7):
@@ -255,6 +257,7 @@ def test_what_computing_takes_is_learnt_from_any_traffic_and_kept(setup: Setup) 
     assert other.tier._chooser.times is None, "rates of another model"
 
 
+@NEWEST
 def test_a_load_teaches_the_disks_rate_and_what_the_protocol_costs(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +289,7 @@ def test_a_load_teaches_the_disks_rate_and_what_the_protocol_costs(
     assert engine.tier._chooser.protocol._measured
 
 
+@NEWEST
 def test_loads_of_a_worker_that_is_killed_teach_nothing(setup: Setup) -> None:
     engine = setup.open()
     chain = engine.chain("a", 4)
@@ -312,6 +316,7 @@ def test_loads_of_a_worker_that_is_killed_teach_nothing(setup: Setup) -> None:
     assert engine.metrics()["tieredkv_worker_restarts", ()] == 1
 
 
+@NEWEST
 @pytest.mark.parametrize("reason", ["worker_died", "worker_down", "closing"])
 def test_what_a_dead_worker_left_does_not_make_the_disk_slow(setup: Setup, reason: str) -> None:
     engine = setup.open()
@@ -324,6 +329,7 @@ def test_what_a_dead_worker_left_does_not_make_the_disk_slow(setup: Setup, reaso
     assert rows.read_rate.num_bytes == 0
 
 
+@NEWEST
 def test_writes_that_were_held_back_do_not_make_the_disk_slow(setup: Setup) -> None:
     engine = setup.open()
     rows: RowStore = engine.tier._rows
@@ -368,6 +374,7 @@ def test_expired_chunks_are_counted(setup: Setup) -> None:
     assert engine.metrics()["tieredkv_expired_chunks", ()] == 3
 
 
+@NEWEST
 def test_a_full_disk_is_a_miss_and_no_more(setup: Setup) -> None:
     engine = setup.open()
     chain, later = engine.chain("a", 2), engine.chain("b", 4)
@@ -386,6 +393,7 @@ def test_a_full_disk_is_a_miss_and_no_more(setup: Setup) -> None:
     assert engine.hits(later) == [True] * 4
 
 
+@NEWEST
 @pytest.mark.parametrize("restore", ["load", "auto"])
 def test_a_budget_for_less_than_a_prompt_is_no_trouble(setup: Setup, restore: str) -> None:
     engine = setup.open(tier={"disk_size": "1300KiB", "restore": restore})
