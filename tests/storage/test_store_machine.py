@@ -280,11 +280,23 @@ class StoreMachine(RuleBasedStateMachine):
         self.num_evicted = num_evicted
 
 
-TestStore = StoreMachine.TestCase
-TestStore.settings = settings(
-    max_examples=60,
+LIMITS = settings(
+    max_examples=25,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
+
+
+class TestStore(StoreMachine.TestCase):  # type: ignore[misc,valid-type]
+    """As `make test` tries it."""
+
+    settings = LIMITS
+
+
+@pytest.mark.slow
+class TestStoreForLonger(StoreMachine.TestCase):  # type: ignore[misc,valid-type]
+    """As `make test-full` tries it."""
+
+    settings = settings(LIMITS, max_examples=100)
