@@ -60,17 +60,24 @@ makes a difference where a request takes a fifth of a tier, as here.
 SEEDS = pytest.mark.parametrize("seed", few(range(3)))
 
 
-@pytest.mark.parametrize("idle_s", [60.0, 1e5])
+IN_VRAM = Capacity(device=60), 0.0
+ALL_THAT_IS_NEEDED = Capacity(device=2000, host=1000, disk=1000), 0.0
+IN_VRAM_AND_HOST = Capacity(device=150, host=120, reserve=8), NEAR
+IN_ALL_TIERS = Capacity(device=150, host=120, disk=400, reserve=8, most_owed=20), NEAR
+
+
 @SEEDS
 @pytest.mark.parametrize(
-    ("capacity", "near"),
-    [
-        (Capacity(device=60), 0.0),
-        (Capacity(device=2000, host=1000, disk=1000), 0.0),
-        (Capacity(device=150, host=120, reserve=8), NEAR),
-        (Capacity(device=150, host=120, disk=400, reserve=8, most_owed=20), NEAR),
-    ],
-    ids=["vram", "all-that-is-needed", "vram-and-host", "all-tiers"],
+    ("capacity", "near", "idle_s"),
+    few(
+        [
+            *((*each, 60.0) for each in (IN_VRAM, ALL_THAT_IS_NEEDED, IN_ALL_TIERS)),
+            *((*each, 1e5) for each in (IN_VRAM_AND_HOST, IN_ALL_TIERS)),
+            *((*each, 1e5) for each in (IN_VRAM, ALL_THAT_IS_NEEDED)),
+            (*IN_VRAM_AND_HOST, 60.0),
+        ],
+        5,
+    ),
 )
 def test_as_much_is_found(
     capacity: Capacity, near: float, seed: int, idle_s: float, tmp_path: Path
@@ -84,11 +91,8 @@ def test_as_much_is_found(
 @SEEDS
 @pytest.mark.parametrize(
     ("capacity", "near"),
-    [
-        (Capacity(device=2000, host=1000, disk=1000), 0.0),
-        (Capacity(device=150, host=120, disk=400, reserve=8, most_owed=20), NEAR),
-    ],
-    ids=["all-that-is-needed", "all-tiers"],
+    few([IN_ALL_TIERS, ALL_THAT_IS_NEEDED]),
+    ids=["all-tiers", "all-that-is-needed"],
 )
 @pytest.mark.parametrize("idle_s", [(60.0, 1e5), (1e5, 60.0)], ids=["ram-shorter", "disk-shorter"])
 def test_as_much_is_found_where_requests_have_different_policies(

@@ -6,11 +6,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
+from tests.levels import few
 from tests.serving import heed_ctrl_c
 from tests.tieredkv import test_processes as this_module
 from tests.waiting import HANG_S, is_alive, wait_until
@@ -94,8 +96,13 @@ def run_here(work: str, folder: Path) -> NoReturn:
     os._exit(0)
 
 
-@pytest.mark.parametrize("way", ["SIGINT", "SIGTERM", "Ctrl-C", "timeout"])
-@pytest.mark.parametrize("work", ["closing", "never_ending", "starting"])
+WAYS = ("SIGINT", "SIGTERM", "Ctrl-C", "timeout")
+FIRST = [("closing", "SIGTERM"), ("closing", "Ctrl-C"), ("never_ending", "timeout")]
+FIRST += [("starting", "SIGINT")]
+OTHERS = [it for it in product(("closing", "never_ending", "starting"), WAYS) if it not in FIRST]
+
+
+@pytest.mark.parametrize(("work", "way"), few([*FIRST, *OTHERS], len(FIRST)))
 def test_an_interruption_ends_the_measuring_process_whatever_it_does(
     work: str, way: str, tmp_path: Path
 ) -> None:
