@@ -6,7 +6,7 @@ import logging
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Literal, NamedTuple, cast
 from unittest import mock
@@ -33,6 +33,15 @@ LENGTHS = (2_048, 8_192, 32_768)
 EACH_LENGTH = pytest.mark.parametrize(
     "length", [LENGTHS[0], pytest.param(LENGTHS[1], marks=pytest.mark.slow), LENGTHS[2]]
 )
+
+
+def with_lengths(name: str, values: Sequence[float]) -> pytest.MarkDecorator:
+    """Parametrise by values, of which the first two meet one length each in every run."""
+    first = [(values[0], LENGTHS[2]), (values[1], LENGTHS[0])]
+    rest = [it for it in itertools.product(values, LENGTHS) if it not in first]
+    return pytest.mark.parametrize((name, "length"), few([*first, *rest], len(first)))
+
+
 BLOCK_SIZE = 64
 NUM_NEW = 16
 """Tokens of a prompt behind those that the disk has."""
@@ -202,8 +211,17 @@ def test_a_plan_is_no_slower_than_computing_or_loading_and_near_the_ideal(
     assert took_s["auto"] <= 1.15 * rig.ideal_s(prompt)
 
 
-@pytest.mark.parametrize("limit", [None, "80MB", "20MB", "5MB"])
-@pytest.mark.parametrize("length", LENGTHS[:2])
+@pytest.mark.parametrize(
+    ("length", "limit"),
+    few(
+        [
+            *((LENGTHS[1], limit) for limit in (None, "20MB")),
+            *((LENGTHS[0], limit) for limit in ("80MB", "5MB", None, "20MB")),
+            *((LENGTHS[1], limit) for limit in ("80MB", "5MB")),
+        ],
+        4,
+    ),
+)
 def test_on_a_cpu_a_plan_is_no_slower_than_computing_or_loading(
     make_rig: MakeRig, length: int, limit: str | None
 ) -> None:
@@ -288,8 +306,7 @@ def test_on_none_of_hundreds_of_machines_is_a_plan_slower_than_computing_or_load
     check_any_machine(make_rig, seed, longest=40_000)
 
 
-@EACH_LENGTH
-@pytest.mark.parametrize("GBps", few([1.0, 10.0, 2.0, 4.0], 2))
+@with_lengths("GBps", [1.0, 10.0, 2.0, 4.0])
 def test_what_host_memory_has_is_computed_in_part_where_pcie_is_slow(
     make_rig: MakeRig, GBps: float, length: int
 ) -> None:
@@ -307,8 +324,10 @@ def test_what_host_memory_has_is_computed_in_part_where_pcie_is_slow(
     assert usage.cached_tokens_by_tier[Tier.HOST] > 0 < usage.recomputed_tokens
 
 
-@pytest.mark.parametrize("head", few([2_048, 24_576, 8_192], 2))
-@pytest.mark.parametrize("GBps", [0.5, 2.0])
+@pytest.mark.parametrize(
+    ("GBps", "head"),
+    few([(0.5, 2_048), (2.0, 24_576), (0.5, 24_576), (2.0, 2_048), (0.5, 8_192), (2.0, 8_192)], 2),
+)
 def test_a_head_in_host_memory_is_loaded_where_the_disk_has_the_rest(
     make_rig: MakeRig, GBps: float, head: int
 ) -> None:
@@ -389,9 +408,16 @@ def test_a_request_waits_no_longer_for_a_disk_that_stalls_than_it_has_patience(
     assert full_s < empty_s + 1.1 * PATIENCE_S
 
 
-@pytest.mark.parametrize("length", LENGTHS[1:])
 @pytest.mark.parametrize(
-    "GBps", [0.5, *(pytest.param(it, marks=pytest.mark.slow) for it in (1.0, 2.0)), 3.0]
+    ("GBps", "length"),
+    few(
+        [
+            *((3.0, LENGTHS[2]), (0.5, LENGTHS[1])),
+            *((0.5, LENGTHS[2]), (3.0, LENGTHS[1])),
+            *itertools.product((1.0, 2.0), LENGTHS[1:]),
+        ],
+        2,
+    ),
 )
 def test_loading_everything_uses_the_whole_disk(
     make_rig: MakeRig, GBps: float, length: int
@@ -427,8 +453,7 @@ def test_a_disk_that_slows_down_tenfold_during_a_load_delays_few_requests(
     ) <= MOST_BAD
 
 
-@EACH_LENGTH
-@pytest.mark.parametrize("factor", few([10.0, 0.001, 0.1], 2))
+@with_lengths("factor", [10.0, 0.001, 0.1])
 def test_a_read_rate_that_was_learnt_wrong_delays_few_requests(
     make_rig: MakeRig, factor: float, length: int
 ) -> None:
@@ -442,8 +467,7 @@ def test_a_read_rate_that_was_learnt_wrong_delays_few_requests(
     assert rate.bytes_per_s == pytest.approx(rig.GBps * 1e9, rel=0.1)
 
 
-@EACH_LENGTH
-@pytest.mark.parametrize("factor", few([10.0, 0.001, 0.1, 0.01], 2))
+@with_lengths("factor", [10.0, 0.001, 0.1, 0.01])
 def test_a_rate_of_pcie_that_was_learnt_wrong_delays_few_requests(
     make_rig: MakeRig, factor: float, length: int
 ) -> None:
@@ -469,10 +493,7 @@ def test_a_rate_of_pcie_that_is_too_low_is_corrected_if_only_the_disk_has_blocks
     assert rate.bytes_per_s == pytest.approx(rig.core.machine.up_GBps * 1e9, rel=0.1)
 
 
-@EACH_LENGTH
-@pytest.mark.parametrize(
-    "factor", [10.0, *(pytest.param(it, marks=pytest.mark.slow) for it in (3.0, 1 / 3, 0.1)), 0.01]
-)
+@with_lengths("factor", [10.0, 0.01, 3.0, 1 / 3, 0.1])
 def test_step_times_that_were_learnt_wrong_delay_few_requests(
     make_rig: MakeRig, factor: float, length: int
 ) -> None:
@@ -489,8 +510,7 @@ def test_step_times_that_were_learnt_wrong_delay_few_requests(
     assert rate.seconds(0, length) == pytest.approx(right_s, rel=0.2)
 
 
-@EACH_LENGTH
-@pytest.mark.parametrize("factor", few([2.0, 10.0, 3.0], 2))
+@with_lengths("factor", [2.0, 10.0, 3.0])
 def test_a_device_that_becomes_slow_and_fast_again_delays_few_requests(
     make_rig: MakeRig, factor: float, length: int
 ) -> None:

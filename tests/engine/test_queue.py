@@ -11,6 +11,7 @@ import pytest
 
 from tests.engine.test_scheduler import SIZE, Loop, put_on_disk
 from tests.fake_store import Rig
+from tests.levels import few
 from tieredkv.engine import queue as queues
 from tieredkv.engine.queue import MAX_PASSES, WINDOW, RequestQueue
 from tieredkv.engine.request import Request
@@ -153,7 +154,7 @@ def test_a_preempted_request_goes_to_the_head_of_its_tenant() -> None:
     assert order(queue) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("num_tokens", [2, 7])
+@pytest.mark.parametrize("num_tokens", few([7, 2]))
 def test_a_small_request_gets_its_turn_beside_answers_that_do_not_fit_together(
     num_tokens: int,
 ) -> None:
