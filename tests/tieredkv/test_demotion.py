@@ -500,12 +500,12 @@ def test_host_memory_is_written_before_its_pages_have_to_be_evicted() -> None:
 
 
 def test_a_new_worker_is_given_all_of_host_memory_though_no_request_comes() -> None:
-    rig = Rig(num_blocks=8, num_pages=600)
-    for number in range(100):
-        rig.run(f"in memory {number}", 4, "in_memory")
-    for number in range(40):
-        rig.run(f"promised {number}", 4)
-    promised = {it for number in range(40) for it in chain_of(f"promised {number}", 4)}
+    rig = Rig(num_blocks=32, num_pages=600)
+    for number in range(25):
+        rig.run(f"in memory {number}", 16, "in_memory")
+    for number in range(12):
+        rig.run(f"promised {number}", 16)
+    promised = {it for number in range(12) for it in chain_of(f"promised {number}", 16)}
     in_host = {it for it in promised if rig.tiers.host.lookup(it)}
     assert len(in_host) > 150
     rig.store.restart_empty()
