@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 
-from hypothesis import HealthCheck, settings
+import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
 from tests.fake_store import Rig, chain_of, tokens_of
-from tests.tieredkv.test_tiered_cache_model import CHAINS, TieredCacheMachine
+from tests.tieredkv.test_tiered_cache_model import CHAINS, LIMITS, TieredCacheMachine
 from tieredkv.cache.events import Change
 from tieredkv.types import BlockHash, Tier
 
@@ -126,11 +127,14 @@ def test_a_block_that_leaves_the_disk_during_a_lookup_of_its_chain_is_not_announ
     follower.check()
 
 
-TestEvents = EventsMachine.TestCase
-TestEvents.settings = settings(
-    max_examples=100,
-    print_blob=False,
-    stateful_step_count=60,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+class TestEvents(EventsMachine.TestCase):  # type: ignore[misc,valid-type]
+    """As `make test` tries it."""
+
+    settings = settings(LIMITS, max_examples=40)
+
+
+@pytest.mark.slow
+class TestEventsForLonger(EventsMachine.TestCase):  # type: ignore[misc,valid-type]
+    """As `make test-full` tries it."""
+
+    settings = settings(LIMITS, max_examples=200)
