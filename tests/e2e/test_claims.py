@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.golden import refused
+from tests.levels import few
 from tieredkv import LLM, SamplingParams
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import Claim, RequestUsage
@@ -147,7 +148,7 @@ def test_blocks_that_no_claim_covers_take_the_retention_of_the_request(
         assert cached(shared_llm, tokens) == left * SIZE
 
 
-@pytest.mark.parametrize("retention", ["in_memory", "5m", "1h"])
+@pytest.mark.parametrize("retention", few(["in_memory", "5m", "1h"], 2))
 def test_a_policy_of_ram_never_reaches_the_disk(
     tmp_path: Path, set_clock: object, retention: str
 ) -> None:

@@ -15,6 +15,7 @@ import zmq
 
 from tests import http
 from tests.golden import told
+from tests.levels import few
 from tests.prompts import prompt
 from tests.serving import ask_store, running
 from tests.subscriber import Picture, Subscriber
@@ -200,9 +201,19 @@ def test_an_expired_block_is_removed_from_every_medium(
 
 
 @pytest.mark.parametrize(
-    "asked", [{"cache_salt": "s"}, {"tenant": "t"}, {"tenant": "t", "cache_salt": "s"}]
+    ("asked", "isolate_by"),
+    few(
+        [
+            ({"cache_salt": "s"}, "salt"),
+            ({"tenant": "t"}, "none"),
+            ({"tenant": "t", "cache_salt": "s"}, "salt"),
+            ({"cache_salt": "s"}, "none"),
+            ({"tenant": "t"}, "salt"),
+            ({"tenant": "t", "cache_salt": "s"}, "none"),
+        ],
+        3,
+    ),
 )
-@pytest.mark.parametrize("isolate_by", ["salt", "none"])
 def test_nothing_is_told_of_a_salt_or_a_key(
     tmp_path: Path, asked: dict[str, str], isolate_by: str
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.test_claims import serve
 from tests.e2e.test_promises import flip_everywhere
+from tests.levels import few
 from tests.prompts import prompt
 from tests.serving import ask_store
 from tieredkv import LLM
@@ -75,6 +76,7 @@ def test_a_prompt_kept_in_vram_only_was_evicted_from_vram() -> None:
         assert missed(serve(llm, prompt(1, 400))) == ("evicted_device", 0)
 
 
+@pytest.mark.parametrize("any_tier", few(["disk", "folder"]), indirect=True)
 @pytest.mark.usefixtures("any_tier")
 def test_eviction_and_expiry_on_disk_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -95,6 +97,7 @@ def test_eviction_and_expiry_on_disk_are_told_apart(
         assert missed(serve(llm, prompt(9, 400))) == ("expired", 0)
 
 
+@pytest.mark.parametrize("any_tier", few(["disk", "folder"]), indirect=True)
 @pytest.mark.usefixtures("any_tier")
 def test_flipped_bytes_on_disk_are_corrupt(tmp_path: Path) -> None:
     store = tmp_path / "store"
@@ -105,6 +108,7 @@ def test_flipped_bytes_on_disk_are_corrupt(tmp_path: Path) -> None:
         assert missed(serve(llm, prompt(1, 100))) == ("corrupt", 0)
 
 
+@pytest.mark.parametrize("any_tier", few(["disk", "folder"]), indirect=True)
 @pytest.mark.usefixtures("any_tier")
 def test_a_load_timeout_and_loads_that_are_off_have_their_own_reasons(tmp_path: Path) -> None:
     folder: dict[str, Any] = {"retention": "24h", "disk_dir": str(tmp_path / "store")}

@@ -90,7 +90,7 @@ def any_splits(monkeypatch: pytest.MonkeyPatch) -> random.Random:
 @pytest.mark.parametrize(
     ("block_size", "num_batched_tokens"),
     [
-        pytest.param(size, tokens, marks=() if number % 4 == 0 else pytest.mark.slow)
+        pytest.param(size, tokens, marks=() if number % 8 == 0 else pytest.mark.slow)
         for number, (size, tokens) in enumerate(product((16, 32, 64), (96, 250, 2048)))
     ],
 )

@@ -14,6 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.engine.conftest import write_checkpoint
+from tests.levels import few
 from tests.prompts import prompt
 from tests.waiting import wait_until
 from tieredkv import LLM, SamplingParams
@@ -110,6 +111,7 @@ def test_a_wholly_cached_prompt_recomputes_its_last_token_only(llm: LLM) -> None
     assert llm.core.kv_digests.by_block(llm.make_request(tokens, GREEDY)) == digest
 
 
+@pytest.mark.parametrize("any_tier", few(["disk", "folder"]), indirect=True)
 @pytest.mark.usefixtures("any_tier")
 def test_a_prefix_larger_than_the_arena_still_loads_from_disk(disk_dir: str) -> None:
     sizes = {**SIZES, "host_size": "512KiB"}
@@ -123,6 +125,7 @@ def test_a_prefix_larger_than_the_arena_still_loads_from_disk(disk_dir: str) -> 
     assert hit.token_ids == cold.token_ids
 
 
+@pytest.mark.parametrize("any_tier", few(["disk", "folder"]), indirect=True)
 @pytest.mark.usefixtures("any_tier")
 def test_eviction_under_pressure_walks_blocks_down_to_the_disk_and_back(disk_dir: str) -> None:
     sizes = {**SIZES, "device_size": "4MiB", "host_size": "4MiB"}
@@ -147,6 +150,7 @@ def test_requests_with_a_common_prefix_in_flight_compute_it_once(llm: LLM) -> No
     assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
 
 
+@pytest.mark.parametrize("any_tier", few(["disk", "folder"]), indirect=True)
 @pytest.mark.usefixtures("any_tier")
 def test_two_requests_with_the_same_prefix_on_disk_load_it_once(llm: LLM) -> None:
     tokens = prompt(6)
@@ -453,7 +457,7 @@ def test_what_is_evicted_while_an_engine_closes_is_not_written_any_more(disk_dir
     assert store.answer(Df())["disk"]["blocks"] == 0
 
 
-@pytest.mark.parametrize("other", ["other weights", "other model"])
+@pytest.mark.parametrize("other", few(["other weights", "other model"]))
 def test_a_store_moved_to_another_model_serves_it_nothing_and_loses_nothing(
     tmp_path: Path, disk_dir: str, other: str
 ) -> None:

@@ -343,7 +343,7 @@ def test_a_truncated_index_under_a_live_worker_is_evidence_and_no_block_is_lost(
 
 
 @pytest.mark.parametrize(
-    "code", few([errno.EIO, errno.EMFILE, errno.EPERM, errno.ESTALE, errno.EROFS], 2)
+    "code", few([errno.EIO, errno.EMFILE, errno.EPERM, errno.ESTALE, errno.EROFS])
 )
 def test_an_error_of_the_system_at_a_restart_turns_the_tier_off_until_it_is_gone(
     stored: Harness, break_worker: Break, code: int
@@ -424,7 +424,7 @@ def test_an_outside_process_that_fills_its_table_of_readers_holds_up_no_store(
         outsider.communicate()
 
 
-@pytest.mark.parametrize("version", few([2, 999, 0, 3], 2))
+@pytest.mark.parametrize("version", few([2, 999, 0, 3]))
 def test_an_index_of_another_lmdb_is_refused_and_left_untouched(
     stored: Harness, version: int
 ) -> None:
