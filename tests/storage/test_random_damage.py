@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes import FakeClock
+from tests.levels import few
 from tests.storage.blocks import (
     BUDGET_BYTES,
     CheckedStore,
@@ -305,7 +306,7 @@ def served(base: Base, ram_path: Path) -> Iterator[Harness]:
     harness.close()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", few(range(12), 4))
 def test_flipped_bits_of_the_index_cost_blocks_at_most(
     base: Base, served: Harness, seed: int
 ) -> None:
@@ -316,7 +317,7 @@ def test_flipped_bits_of_the_index_cost_blocks_at_most(
     serve_damaged(base, served)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", few(range(4), 2))
 def test_an_index_cut_anywhere_costs_blocks_at_most(base: Base, served: Harness, seed: int) -> None:
     index = served.folder / "index" / "data.mdb"
     os.truncate(index, random.Random(seed).randrange(index.stat().st_size))
