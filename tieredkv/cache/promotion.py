@@ -207,9 +207,11 @@ class Promoter:
         if link.num_reading or not self._read_probes.is_due(link.read_rate, now):
             return  # what is being read teaches the rate
         most = max(1, min(MAX_READS, PROBE_BYTES // self._tiers.payload_bytes))
+        clock_s = self._tiers.clock.now()
         for index in reversed(on_disk[-most:]):
             block_hash = chain.hashes[index]
-            if link.is_reading(block_hash) or host.lookup(block_hash) is not None:
+            is_gone = not chain.is_on_disk(index, clock_s)
+            if is_gone or link.is_reading(block_hash) or host.lookup(block_hash) is not None:
                 continue
             if not link.may_read(now) or not self._begin(chain, index, now):
                 break

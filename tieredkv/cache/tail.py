@@ -159,8 +159,8 @@ class Tail(Chain):
 
     @property
     def num_needed(self) -> int:
-        """Of how many of the last blocks before its end a hit needs pages."""
-        return max(kind.num_blocks for kind in self.kinds)
+        """Of how many of the last blocks before its end a hit needs pages; at least of one."""
+        return max(1, *(kind.num_blocks for kind in self.kinds))
 
     @property
     def num_held(self) -> int:
