@@ -8,7 +8,7 @@ neither requests nor blocks, and leaves the choice of a kernel to `tieredkv.kern
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ class FusedModel:
             return None
         whole: Any = model  # the parts are checked, their types are not
         attention = whole.model.layers[0].self_attn
-        fused = cls(
+        return cls(
             embedding=whole.model.embed_tokens.weight.data,
             layers=[
                 _merge_layer(layer, float(config.rms_norm_eps)) for layer in whole.model.layers
@@ -98,13 +98,6 @@ class FusedModel:
             scale=float(attention.scaling),
             eps=float(config.rms_norm_eps),
         )
-        if fused.embedding.is_cuda:
-            torch.cuda.empty_cache()  # what the matrices were merged from
-        return fused
-
-    def shortened(self, num_layers: int) -> "FusedModel":
-        """Return the model without its later layers; the weights are shared."""
-        return replace(self, layers=self.layers[:num_layers])
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kept: Tensor, context: AttentionContext

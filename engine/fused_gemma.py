@@ -8,7 +8,7 @@ and computes what that model's own code computes.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -175,7 +175,7 @@ class FusedGemma:
         offset = 1.0 if config.model_type == "gemma3_text" else 0.0  # whose weights are less by 1
         style = NormStyle(float(config.rms_norm_eps), offset, is_rounded_first=False)
         has_own = bool(getattr(config, "hidden_size_per_layer_input", 0))
-        fused = cls(
+        return cls(
             embedding=base.embed_tokens.weight.data,
             embedding_scale=_scale_of(base.embed_tokens),
             layers=[
@@ -188,13 +188,6 @@ class FusedGemma:
             softcap=config.final_logit_softcapping,
             style=style,
         )
-        if fused.embedding.is_cuda:
-            torch.cuda.empty_cache()  # what the matrices were merged from
-        return fused
-
-    def shortened(self, num_layers: int) -> "FusedGemma":
-        """Return the model without its later layers; the weights are shared."""
-        return replace(self, layers=self.layers[:num_layers])
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kept: Tensor, context: AttentionContext

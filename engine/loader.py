@@ -228,7 +228,8 @@ class LoadedModel(FoundModel):
         base: Any = self.model.base_model
         layers = getattr(base, "layers", None)
         if self.fused is not None:
-            yield replace(self, fused=self.fused.shortened(num_layers))
+            fused: Any = self.fused  # each kind has layers of its own
+            yield replace(self, fused=replace(fused, layers=fused.layers[:num_layers]))
         elif isinstance(layers, torch.nn.ModuleList):
             base.layers = layers[:num_layers]
             try:
@@ -241,7 +242,10 @@ class LoadedModel(FoundModel):
 
 def _fuse(model: PreTrainedModel, config: PreTrainedConfig) -> FusedModel | FusedGemma | None:
     is_gemma = config.model_type in fused_gemma.FAMILIES
-    return (FusedGemma if is_gemma else FusedModel).from_model(model, config)
+    fused = (FusedGemma if is_gemma else FusedModel).from_model(model, config)
+    if fused is not None and fused.embedding.is_cuda:
+        torch.cuda.empty_cache()  # what the matrices were merged from
+    return fused
 
 
 def _described(layer: AttentionLayer) -> str:
