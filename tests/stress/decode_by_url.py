@@ -27,10 +27,10 @@ from tieredkv.http_clients import async_http_client
 
 async def measure(url: str, model: str, prompts: list[Prompt], num_tokens: int) -> dict[str, Any]:
     """Send prompts at once; return the figures of their answers, times in ms."""
+    bodies = [body_of(model, prompt, num_tokens) for prompt in prompts]
     options: dict[str, Any] = {"timeout": ANSWER_TIMEOUT_S}
     async with async_http_client(url, **options, limits=httpx.Limits()) as http:
         start = perf_counter()
-        bodies = [body_of(model, prompt, num_tokens) for prompt in prompts]
         answers = await asyncio.gather(*(ask(http, body) for body in bodies))
         took_s = perf_counter() - start
     gaps_ms = np.concatenate([answer.gaps_ms for answer in answers])

@@ -144,9 +144,9 @@ class Hits:
         """Note what a plan may read of a queued request: blocks that the disk has and RAM lacks."""
         num_found = len(self.readable(chain))
         if (tail := chain.tail) is not None:
-            self._tails.find(tail, num_found)
-            self._note_on_disk(tail, tail.needed(num_found))
-            self._recalls.want(tail, end=tail.needed(num_found).stop)
+            needed = self._tails.look(tail, num_found)
+            self._note_on_disk(tail, needed)
+            self._recalls.want(tail, end=needed.stop)
         self._note_on_disk(chain, range(num_found))
         self._recalls.want(chain, end=num_found)
 

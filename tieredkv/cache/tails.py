@@ -79,16 +79,22 @@ class Tails:
             until = [max(it, answers.get(i, 0)) for i, it in zip(pages, until, strict=True)]
         return until
 
-    def find(self, tail: Tail, end: int) -> list[Block | None]:
-        """Return what VRAM has of the pages that a hit needs which ends behind so many blocks.
+    def look(self, tail: Tail, end: int) -> range:
+        """Note which pages the disk has that a hit needs which ends behind so many blocks.
 
-        What the disk has of them is noted.
+        Returns:
+            All pages that it needs.
         """
         needed = tail.needed(end)
         tail.disk_until = []
         if needed and self._tiers.store is not None and self._tiers.can_load:
             tail.disk_until = [0] * len(tail.hashes)
             tail.disk_until[needed.start : needed.stop] = self._until(tail, needed)
+        return needed
+
+    def find(self, tail: Tail, end: int) -> list[Block | None]:
+        """Do as `look` does; return what VRAM has of the pages that the hit needs."""
+        needed = self.look(tail, end)
         return self._tiers.device.find(tail.hashes[needed.start : needed.stop])
 
     def next_start(self, chain: Chain, first: int) -> int:
