@@ -17,7 +17,6 @@ Who owns a device block, by its state:
 Called by the engine's thread only.
 """
 
-import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ from tieredkv.cache.draining import Drained, Drainer
 from tieredkv.cache.expiry import Expiry
 from tieredkv.cache.forecasts import Forecasts, Outcome
 from tieredkv.cache.hits import Found, Hits
+from tieredkv.cache.junctions import Junctions
 from tieredkv.cache.lookups import Lives, Lookups
 from tieredkv.cache.miss_reasons import MissReason
 from tieredkv.cache.operations import Operations
@@ -44,7 +44,6 @@ from tieredkv.cache.tails import Tails
 from tieredkv.cache.tiers import Tiers
 from tieredkv.cache.touches import Touches
 from tieredkv.errors import IntegrityError
-from tieredkv.hashing import num_shared
 from tieredkv.tier import OPERATOR, ControlRequest, Gone, Held, Restarted, TouchItem
 from tieredkv.types import BlockHash, Progress, Tier, ignore_progress
 
@@ -102,6 +101,7 @@ class TieredCache:
         self._tails = Tails(tiers, self._recalls, self._lookups, self._expiry)
         self._hits = Hits(tiers, self._recalls, self._lookups, self._tails)
         self._completion = Completion(tiers, self._hits, self._tails, self._demoter, self._lives)
+        self._junctions = Junctions(tiers, self._hits, self._completion, self._admitted.keys())
         self._room = Room(tiers, self._promoter, self._demoter, self._hits, self.poll)
         self.operations = Operations(tiers, self._promoter, self._demoter, self._departures)
         self._handlers: dict[type, Callable[[Any], object]] = {
@@ -169,33 +169,8 @@ class TieredCache:
         return is_settled and (chain.tail is None or self._lookups.is_settled(chain.tail))
 
     def awaits(self, chain: Chain) -> bool:
-        """Return whether a queued request had better wait for a running one.
-
-        In a model that has layers with windows it cannot go on behind blocks that another request
-        is computing, unless that one keeps its pages where the two part. It does so from now on. No
-        request waits for longer than it would compute these blocks itself.
-        """
-        if (tail := chain.tail) is None:
-            return False
-        now, size = time.monotonic(), self._tiers.block_size
-        if tail.waits_until is not None and now >= tail.waits_until:
-            return False
-        for other in self._admitted:
-            if other.tail is None:
-                continue
-            shared = min(num_shared(chain.hashes, other.hashes), tail.most_end)
-            if other.tail.num_done >= shared or other.tail.hit_end > shared - tail.reach:
-                continue  # it will not compute these pages
-            if tail.awaited == (other, shared):
-                return True
-            if (found := len(self._hits.readable(chain))) < shared:
-                self._completion.keep(other.tail, shared)
-                tail.awaited = other, shared
-                if tail.waits_until is None:
-                    compute_s = self._tiers.compute_rate.seconds(found * size, shared * size)
-                    tail.waits_until = now + compute_s
-                return True
-        return False
+        """Return whether a queued request had better wait for a running one; see `Junctions`."""
+        return self._junctions.awaits(chain)
 
     def num_held(self, chain: Chain) -> int:
         """Return how many blocks at the head of a chain need no computing; see `Hits`."""
