@@ -10,7 +10,6 @@ start while no load waits.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,7 +18,7 @@ from tieredkv.storage.format.planes import aligned_buffer
 from tieredkv.storage.format.record import Located, corrupt, decode_record, padded_bytes
 from tieredkv.storage.ownership import owned_by
 from tieredkv.storage.store import Store
-from tieredkv.storage.worker.loop import Loop
+from tieredkv.storage.worker.loop import Loop, Threads
 from tieredkv.storage.worker.pace import WriteShare
 from tieredkv.tier import BlockLife, Lent, Loaded, ProbeDone
 
@@ -57,7 +56,7 @@ class Reads:
 
     store: Store
     loop: Loop
-    threads: ThreadPoolExecutor
+    threads: Threads
     num_threads: int
     page_of: Callable[[int], memoryview]
     share: WriteShare

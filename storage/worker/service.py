@@ -41,7 +41,7 @@ from tieredkv.storage.store import Store
 from tieredkv.storage.worker.claims import Claims, Doomed
 from tieredkv.storage.worker.deletions import Deletions
 from tieredkv.storage.worker.fault_log import FaultLog
-from tieredkv.storage.worker.loop import Loop
+from tieredkv.storage.worker.loop import Loop, Threads
 from tieredkv.storage.worker.operators import Operators
 from tieredkv.storage.worker.pace import WriteLimit, WriteShare
 from tieredkv.storage.worker.reads import Reads
@@ -79,8 +79,8 @@ class StoreService:
         self._arena = arena
         self._front, self._changes = Loop(), Loop(store.thread)  # of the front and index thread
         num_writers = options.writers(is_encrypted=self._parts.key_use.keys is not None)
-        self._readers = ThreadPoolExecutor(options.num_readers)
-        self._writers = ThreadPoolExecutor(num_writers)
+        self._readers = Threads(options.num_readers)
+        self._writers = Threads(num_writers)
         self._log = FaultLog()
         self._claims = Claims(self._parts.clock, options.disk_retentions)
         self._doomed = Doomed()
@@ -393,9 +393,9 @@ class StoreService:
         self._warn_of_shortfall()
         told = messages.Completions([], self._stats)  # figures that change while nothing is stored
         self._front.hand(lambda: self._channel.send(told))
-        self._readers.submit(self._log.attempt, "keys", self._sweep_others)
+        self._readers.submit(partial(self._log.attempt, "keys", self._sweep_others))
         if trial := self._store.compression_trial(self._launch.options.num_readers):
-            self._readers.submit(self._log.attempt, "compression", trial)
+            self._readers.submit(partial(self._log.attempt, "compression", trial))
 
     def _sweep_others(self) -> None:
         """Sweep the files of keys of other stores, on a reader thread."""

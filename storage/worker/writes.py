@@ -10,7 +10,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +25,7 @@ from tieredkv.storage.ownership import owned_by
 from tieredkv.storage.store import Store
 from tieredkv.storage.worker.claims import Claims, Doomed
 from tieredkv.storage.worker.fault_log import FaultLog
-from tieredkv.storage.worker.loop import Loop
+from tieredkv.storage.worker.loop import Loop, Threads
 from tieredkv.storage.worker.pace import WriteLimit, WriteShare
 from tieredkv.tier import Lent, Stored
 from tieredkv.types import BlockRecord
@@ -95,7 +94,7 @@ class Writes:
 
     store: Store
     loop: Loop
-    threads: ThreadPoolExecutor
+    threads: Threads
     num_threads: int
     page_of: Callable[[int], memoryview]
     share: WriteShare
