@@ -110,8 +110,9 @@ def warm_up(runner: ModelRunner, progress: Progress = ignore_progress) -> None:
                 for share in prefill_dense.warm_up(heads, **lengths, sinks=of_one_layer):
                     progress("planning attention", round(100 * share), 100)
         sizes = [1 << n for n in range(1, 20) if 1 << n < chunk] + [chunk]
+        end = min(context_len, 2 * chunk)  # a longer context takes no other kernels
         for size in tracked(progress, "warming up", sizes):
-            runner.execute([idle_row(size, context_len - size)])
+            runner.execute([idle_row(size, end - size)])
         load_kernels(runner, progress)
         runner.graphs = capture_graphs(
             runner.buffers,
@@ -178,15 +179,14 @@ def time_steps(
     """
     most_tokens = min(most_tokens, max_model_len, MOST_CPU_TOKENS if is_cpu else most_tokens)
     sizes = sorted({max(1, most_tokens >> shift) for shift in (0, 2, 4, 6)})
-    shapes = [(size, 0) for size in sizes]
-    shapes.append((sizes[-1], max_model_len - sizes[-1]))
-    shapes.append((1, 0))
-    for num_tokens, start in shapes:
-        row = idle_row(num_tokens, start)
-        for teaches in (False, True):  # the first one of its kind may compile something
-            timer.begin()
-            runner.execute([row])
-            timer.end([row], teaches=teaches)
+    twice = (False, True)  # the first one of its kind may compile something, and teaches nothing
+    steps = [(idle_row(size, 0), teaches) for size in sizes for teaches in twice]
+    steps.append((idle_row(sizes[-1], max_model_len - sizes[-1]), True))
+    steps += [(idle_row(1, 0), teaches) for teaches in twice]
+    for row, teaches in steps:
+        timer.begin()
+        runner.execute([row])
+        timer.end([row], teaches=teaches)
     runner.synchronize()
     timer.poll()
     timer.rate.doubt()

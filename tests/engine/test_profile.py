@@ -95,15 +95,18 @@ def test_kernels_are_loaded_with_two_layers_for_every_size_that_is_launched(
         (True, 512, [(1, 0), (4, 0), (16, 0), (64, 0), (64, 936), (1, 0)]),
     ],
 )
-def test_steps_of_several_sizes_and_positions_teach_how_long_steps_take_at_the_second_time(
+def test_steps_of_several_sizes_and_positions_teach_how_long_steps_take(
     is_cpu: bool, most_tokens: int, shapes: list[tuple[int, int]]
 ) -> None:
     runner, timer = Mock(), Mock()
     time_steps(runner, timer, most_tokens=most_tokens, max_model_len=1000, is_cpu=is_cpu)
-    rows = [idle_row(*shape) for shape in shapes for _ in range(2)]
-    assert [call.args[0] for call in runner.execute.call_args_list] == [[row] for row in rows]
+    *first, last_place, alone = shapes
+    expected = [(shape, teaches) for shape in first for teaches in (False, True)]
+    expected += [(last_place, True), (alone, False), (alone, True)]
+    rows = [(idle_row(*shape), teaches) for shape, teaches in expected]
+    assert [call.args[0] for call in runner.execute.call_args_list] == [[row] for row, _ in rows]
     taught = [(call.args[0], call.kwargs["teaches"]) for call in timer.end.call_args_list]
-    assert taught == [([row], index % 2 == 1) for index, row in enumerate(rows)]
+    assert taught == [([row], teaches) for row, teaches in rows]
     assert timer.rate.doubt.call_count == 1
 
 
