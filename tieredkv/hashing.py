@@ -16,7 +16,7 @@ import struct
 import sys
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -152,10 +152,30 @@ def chain_hashes(
     return cast(list[BlockHash], hashes)
 
 
-def page_hash(block_hash: BlockHash, group: int, part: int, *, algo: HashAlgo) -> BlockHash:
-    """Return the hash of a further page of a block, which belongs to a group of layers."""
-    told = struct.pack("<BI", _TAG_PARENT, len(block_hash)) + block_hash
-    return BlockHash(_hasher(algo)(told + _TAG_PAGE + struct.pack("<II", group, part)).digest())
+class PageNames:
+    """Names the further pages of blocks.
+
+    Args:
+        pages: for each of a block's pages its group of layers, and which part of that it is.
+        algo: which hash names blocks and pages.
+    """
+
+    def __init__(self, pages: Iterable[tuple[int, int]], algo: HashAlgo) -> None:
+        self._new = _hasher(algo)
+        self._head = struct.pack("<BI", _TAG_PARENT, self._new().digest_size)
+        self._ends = [_TAG_PAGE + struct.pack("<II", group, part) for group, part in pages]
+
+    def of(self, block_hash: BlockHash) -> list[BlockHash]:
+        """Return the hashes of all pages of a block."""
+        new, told = self._new, self._head + block_hash
+        return [new(told + end).digest() for end in self._ends]
+
+    def one_of(self, block_hash: BlockHash, number: int) -> BlockHash:
+        """Return the hash of one of the pages of a block."""
+        return BlockHash(self._new(self._head + block_hash + self._ends[number]).digest())
+
+    def __len__(self) -> int:
+        return len(self._ends)
 
 
 def layout_of(kv: KVSpec) -> str:

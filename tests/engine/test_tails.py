@@ -393,9 +393,9 @@ def test_a_long_request_holds_pages_of_its_window_and_of_one_step(
     assert num_blocks + anchor_pages(llm.core.kv_spec) < max(num_held) <= num_blocks + beside
 
 
-@pytest.mark.parametrize("host_size", few(["4MiB", "64KiB"]))
+@pytest.mark.parametrize("host_blocks", few([64, 4]))
 def test_requests_that_take_turns_in_too_little_memory_compute_little_twice(
-    folder: Path, host_size: str
+    folder: Path, host_blocks: int
 ) -> None:
     prompts = [tokens(180 + 7 * number, seed=number) for number in range(8)]
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
@@ -403,7 +403,8 @@ def test_requests_that_take_turns_in_too_little_memory_compute_little_twice(
         cold = [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
         spec = llm.core.kv_spec
     one = -(-230 // BLOCK) + anchor_pages(spec) + len(tail_kinds(spec)) * (2 + 64 // BLOCK)
-    sizes = {"device_size": 3 * one // 2 * spec.block_bytes, "host_size": host_size}
+    sizes = {"device_size": 3 * one // 2 * spec.block_bytes}
+    sizes["host_size"] = host_blocks * spec.block_bytes
     with open_llm(folder, restore="load", max_num_seqs=8, **sizes) as llm:
         answers = llm.generate(prompts, params)
         llm.core.cache.check()

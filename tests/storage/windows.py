@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tieredkv.hashing import layout_of, page_hash
+from tieredkv.hashing import PageNames, layout_of
 from tieredkv.operate.models import AnchorNeeds, KnownModel
 from tieredkv.types import BlockHash, BlockRecord, KVSpec, LayerKV
 
@@ -14,6 +14,8 @@ LAYERS = [LayerKV(1, 8), LayerKV(1, 8, 20), LayerKV(1, 8, 40), LayerKV(1, 8, 40)
 SPEC = KVSpec(layers=LAYERS, dtype="float32", block_size=16)
 KINDS = [(1, 0, 1), (2, 0, 2), (2, 1, 2)]
 """Group, part and number of parts of the further pages of a block."""
+
+NAMES = PageNames([(kind, part) for kind, part, _ in KINDS], "sha256")
 
 NEEDS = AnchorNeeds(num_blocks=3, num_pages=len(KINDS))
 """What a request needs of the windows to go on."""
@@ -33,7 +35,7 @@ def pages_of(blocks: Collection[BlockRecord], **changes: Any) -> list[BlockRecor
     return [
         replace(
             block,
-            block_hash=page_hash(BlockHash(block.block_hash), kind, part, algo="sha256"),
+            block_hash=block_hash,
             parent_hash=block.block_hash,
             kind=kind,
             part=part,
@@ -41,7 +43,9 @@ def pages_of(blocks: Collection[BlockRecord], **changes: Any) -> list[BlockRecor
             **changes,
         )
         for block in blocks
-        for kind, part, num_parts in KINDS
+        for (kind, part, num_parts), block_hash in zip(
+            KINDS, NAMES.of(BlockHash(block.block_hash)), strict=True
+        )
     ]
 
 

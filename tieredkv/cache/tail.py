@@ -7,14 +7,14 @@ request holds few of them at a time.
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, overload
 
 from tieredkv.cache.block import Block
 from tieredkv.cache.chain import Chain, PageIdentity
 from tieredkv.errors import IntegrityError
-from tieredkv.hashing import page_hash
+from tieredkv.hashing import PageNames
 from tieredkv.pieces import PIECE_BLOCKS, Pieces, cut
 from tieredkv.types import BlockHash, HashAlgo, KVSpec, window_blocks
 
@@ -79,25 +79,37 @@ class PageHashes(Sequence[BlockHash]):
     """
 
     def __init__(self, of: Chain, kinds: Sequence[TailKind], algo: HashAlgo) -> None:
-        self._of, self._kinds, self._algo = of, kinds, algo
-        self._made = dict[int, BlockHash]()
+        self._of = of
+        self._names = PageNames([(kind.group, kind.part) for kind in kinds], algo)
+        self._made = dict[int, list[BlockHash]]()  # by block
 
     def __len__(self) -> int:
-        return len(self._of.hashes) * len(self._kinds)
+        return len(self._of.hashes) * len(self._names)
 
     @overload
     def __getitem__(self, index: int) -> BlockHash: ...
     @overload
     def __getitem__(self, index: slice) -> list[BlockHash]: ...
     def __getitem__(self, index: int | slice) -> BlockHash | list[BlockHash]:
+        num_pages = len(self._names)
         if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
-        if (made := self._made.get(index)) is None:
-            block, number = divmod(index, len(self._kinds))
-            _, group, part, _ = self._kinds[number]
-            made = page_hash(self._of.hashes[block], group, part, algo=self._algo)
-            self._made[index] = made
-        return made
+            start, stop, step = index.indices(len(self))
+            first = start // num_pages
+            made = self.of_blocks(range(first, -(-stop // num_pages)))
+            return made[start - first * num_pages : stop - first * num_pages : step]
+        block, number = divmod(index, num_pages)
+        if block in self._made:
+            return self._made[block][number]
+        return self._names.one_of(self._of.hashes[block], number)
+
+    def of_blocks(self, blocks: Iterable[int]) -> list[BlockHash]:
+        """Return the names of all pages of these blocks."""
+        made, hashes, found = self._made, self._of.hashes, list[BlockHash]()
+        for block in blocks:
+            if block not in made:
+                made[block] = self._names.of(hashes[block])
+            found += made[block]
+        return found
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -188,6 +200,12 @@ class Tail(Chain):
     def pages_of(self, first: int, end: int) -> range:
         """Return the pages of the blocks `[first, end)`."""
         return range(first * len(self.kinds), end * len(self.kinds))
+
+    def hashes_of(self, blocks: Iterable[int]) -> list[BlockHash]:
+        """Return the names of all pages of these blocks."""
+        names: Any = self.hashes
+        found: list[BlockHash] = names.of_blocks(blocks)
+        return found
 
     @property
     def reach(self) -> int:

@@ -57,11 +57,13 @@ class Tails:
 
     def _missing(self, tail: Tail, blocks: Sequence[int]) -> list[int]:
         """Return those of these blocks some of whose pages no tier has."""
-        tiers, pages = self._tiers, [it for each in blocks for it in tail.pages_of(each, each + 1)]
-        hashes = [tail.hashes[index] for index in pages]
+        tiers, hashes = self._tiers, tail.hashes_of(blocks)
         self._expiry.drop_among(hashes)
         absent = {*tiers.device.missing(hashes)}
-        if absent and tiers.can_load:
+        if not absent:
+            return []
+        pages = [index for each in blocks for index in tail.pages_of(each, each + 1)]
+        if tiers.can_load:
             absent = {*tiers.host.missing(absent)}
             now = tiers.clock.now()
             until = self._until(tail, pages) if absent and tiers.store is not None else ()
