@@ -90,9 +90,9 @@ def test_kernels_are_loaded_with_two_layers_for_every_size_that_is_launched(
 @pytest.mark.parametrize(
     ("is_cpu", "most_tokens", "shapes"),
     [
-        (False, 512, [(8, 0), (32, 0), (128, 0), (512, 0), (512, 488), (1, 0)]),
-        (False, 2048, [(15, 0), (62, 0), (250, 0), (1000, 0), (1000, 0), (1, 0)]),
-        (True, 512, [(1, 0), (4, 0), (16, 0), (64, 0), (64, 936), (1, 0)]),
+        (False, 512, [(8, 0), (32, 0), (128, 0), (512, 0), (128, 872), (1, 0)]),
+        (False, 2048, [(15, 0), (62, 0), (250, 0), (1000, 0), (250, 750), (1, 0)]),
+        (True, 512, [(1, 0), (4, 0), (16, 0), (64, 0), (16, 984), (1, 0)]),
     ],
 )
 def test_steps_of_several_sizes_and_positions_teach_how_long_steps_take(
