@@ -22,14 +22,14 @@ from tests.levels import few
 from tests.serving import Server, heed_ctrl_c, running
 from tests.waiting import HANG_S, wait_until
 from tieredkv.bench import crowd, crowd_figures, disk, raw, restore, sources
-from tieredkv.bench.ttft import Sample, compare, demote_all
+from tieredkv.bench.ttft import Sample, are_tokens_equal, compare, demote_all
 from tieredkv.cli.main import main
 from tieredkv.storage.format.header import decode_header
 from tieredkv.types import BlockRecord, ignore_progress
 
 CommandLine = Callable[..., tuple[int, str, str]]
 Bench = Callable[..., dict[str, Any]]
-ARMS = ["cold", "device", "host", "disk", "planned", "restart"]
+ARMS = ["cold", "device", "host", "disk", "planned", "restart", "batched"]
 
 
 @pytest.mark.parametrize("lengths", [[128], pytest.param([128, 256], marks=pytest.mark.slow)])
@@ -62,7 +62,7 @@ def test_bench_ttft_proves_every_hit_and_speaks_json_last(
             expected["disk"] = row["by_tier"]["disk"]
             assert 0 <= expected["disk"] <= row["prefix_tokens"]
             assert row["kv_bytes_equal"] is (True if expected["disk"] else None)
-        elif row["arm"] != "cold":
+        elif row["arm"] in tier:
             expected[tier[row["arm"]]] = row["prefix_tokens"]
             assert row["kv_bytes_equal"]
             assert row["kv_digest_loaded"] == row["kv_digest_computed"]
@@ -329,6 +329,21 @@ def test_tokens_are_compared_up_to_the_first_that_differs(
     changes = np.array([[0.0625], [-0.125], [0.25]], dtype=np.float32)
     sample = cold._replace(token_ids=token_ids, logits=logits + changes)
     assert compare(sample, cold) == found
+
+
+@pytest.mark.parametrize(
+    ("are_equal", "are_excluded", "found"),
+    [
+        ([True] * 5, [False] * 5, True),
+        ([True] * 5, [False] * 4 + [True], True),
+        ([True] * 5, [False] * 3 + [True] * 2, None),
+        ([True] * 4 + [False], [False] * 3 + [True, False], False),
+    ],
+)
+def test_tokens_are_called_equal_where_four_of_five_prompts_count(
+    are_equal: list[bool], are_excluded: list[bool], found: bool | None
+) -> None:
+    assert are_tokens_equal(are_equal, are_excluded) is found
 
 
 def test_logits_may_differ_from_the_cold_ones_as_much_as_chunks_make_them() -> None:

@@ -33,6 +33,7 @@ from tieredkv.bench.ttft import (
     PROBLEMS,
     Row,
     Sample,
+    are_tokens_equal,
     compare,
     demote_all,
     have_equal_bytes,
@@ -149,7 +150,7 @@ def rows_of(samples: Samples, rates: Row) -> list[Row]:
     rows = list[Row]()
     for (num_streams, length, arm), ours in samples.items():
         cold, times = samples[num_streams, length, "cold"], [each.ttft_ms for each in ours]
-        compared = [compare(each, other) for each, other in zip(ours, cold, strict=True)]
+        _, are_equal, are_excluded = zip(*map(compare, ours, cold), strict=True)
         rows.append(
             {
                 "streams": num_streams,
@@ -159,8 +160,8 @@ def rows_of(samples: Samples, rates: Row) -> list[Row]:
                 "ttft_ms": {"p50": statistics.median(times), "min": min(times), "all": times},
                 "predicted_ms": [each.predicted_ms for each in ours],
                 "tokens_from_host": [each.by_tier[Tier.HOST] for each in ours],
-                "tokens_equal_cold": all(is_equal for _, is_equal, _ in compared),
-                "num_prompts_excluded": sum(is_tie for _, _, is_tie in compared),
+                "tokens_equal_cold": are_tokens_equal(are_equal, are_excluded),
+                "num_prompts_excluded": sum(are_excluded),
                 "kv_bytes_equal": have_equal_bytes(ours, cold),
             }
         )
