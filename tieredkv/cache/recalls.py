@@ -32,6 +32,8 @@ from tieredkv.errors import IntegrityError
 from tieredkv.hashing import num_shared
 from tieredkv.types import BlockHash
 
+_COMPUTED = (Content.COMPUTING, Content.WHOLE)
+
 
 @dataclass(slots=True, eq=False)
 class Recall:
@@ -339,8 +341,7 @@ class Recalls:
         """Drop the blocks before `first`, which are computed, and those that took too long."""
         hashes, row = recall.chain.hashes, recall.chain.row
         reading = row.indices(State.READING)
-        arrived = [index for index in reading if not self._is_awaited(hashes[index])]
-        if arrived:
+        if arrived := self._arrived(reading, [hashes[index] for index in reading]):
             row.leave(arrived)
         if not recall.is_admitted:
             if not (recall.has(State.AT_DISK) or recall.has(State.READING)):
@@ -354,10 +355,15 @@ class Recalls:
         if first >= recall.end:
             self.forget(recall.chain)
 
-    def _is_awaited(self, block_hash: BlockHash) -> bool:
-        tiers, block = self._tiers, self._tiers.device.lookup(block_hash)
-        is_computed = block is not None and block.content in (Content.COMPUTING, Content.WHOLE)
-        return tiers.disk_link.is_awaited(block_hash) and not is_computed
+    def _arrived(self, reading: Sequence[int], hashes: Sequence[BlockHash]) -> list[int]:
+        """Return those of these blocks that no request waits to be read any more."""
+        are_awaited = self._tiers.disk_link.are_awaited(hashes)
+        blocks = self._tiers.device.find(hashes)
+        return [
+            index
+            for index, is_awaited, block in zip(reading, are_awaited, blocks, strict=True)
+            if not is_awaited or (block is not None and block.content in _COMPUTED)
+        ]
 
     def give_up_late(self) -> dict[BlockHash, int]:
         """Have blocks computed that have not come from disk in time.
