@@ -286,7 +286,7 @@ def test_nothing_is_evicted_behind_the_back_of_an_engine_whose_worker_is_down(
     assert control.answer(Df())["disk"]["blocks"] == 5
     # Another verb has started a worker of its own meanwhile, which has no engine to ask.
     other = WorkerProcess(harness.options(create=False), None)
-    while not isinstance(other.channel.receive(None)[-1], WorkerUp):
+    while not any(isinstance(it, WorkerUp) for it in other.channel.receive(None)):
         pass
     with refused(StoreUnreachableError):
         control.answer(EvictFilter(all=True))
