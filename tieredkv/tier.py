@@ -12,7 +12,6 @@ and name it there; `tests/folder_tier.py` is a small one.
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, Self
 
 import msgspec
@@ -47,14 +46,7 @@ class BlockLife(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=F
     @classmethod
     def of(cls, record: BlockRecord) -> Self:
         """Return what a record says of a block's life."""
-        return cls(
-            retention=record.retention,
-            computed_at=record.computed_at,
-            expires_at=record.expires_at,
-            last_used=record.last_used,
-            pinned_until=record.pinned_until,
-            hits=record.hits,
-        )
+        return cls(**{name: getattr(record, name) for name in cls.__struct_fields__})
 
 
 class Lent(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
@@ -98,14 +90,14 @@ class Lent(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False)
 
     def is_of(self, record: BlockRecord) -> bool:
         """Return whether a record that was found under the block's name is that of the block."""
-        is_so = _identity(self) == _identity(record)
-        is_so &= self.parent_hash is None or self.parent_hash == record.parent_hash
-        return is_so and (self.position is None or self.position == record.position)
+        return all(
+            expected == getattr(record, name)
+            for name in _IDENTITY
+            if (expected := getattr(self, name)) is not None
+        )
 
 
 _IDENTITY = [name for name in Lent.__struct_fields__ if name in BlockRecord.__struct_fields__]
-_KNOWN = [name for name in _IDENTITY if name not in ("parent_hash", "position")]
-_identity = attrgetter(*_KNOWN)
 
 
 class TouchItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
