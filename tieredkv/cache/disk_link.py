@@ -183,11 +183,6 @@ class DiskLink:
         read = self._reads.get(block_hash)
         return read is not None and not read.is_cancelled
 
-    def are_awaited(self, hashes: Iterable[BlockHash]) -> list[bool]:
-        """Return the same of each of these blocks."""
-        found = map(self._reads.get, hashes)
-        return [read is not None and not read.is_cancelled for read in found]
-
     def is_writing(self, block_hash: BlockHash) -> bool:
         """Return whether the block is being written."""
         return block_hash in self._writes

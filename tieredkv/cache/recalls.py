@@ -357,7 +357,7 @@ class Recalls:
 
     def _arrived(self, reading: Sequence[int], hashes: Sequence[BlockHash]) -> list[int]:
         """Return those of these blocks that no request waits to be read any more."""
-        are_awaited = self._tiers.disk_link.are_awaited(hashes)
+        are_awaited = map(self._tiers.disk_link.is_awaited, hashes)
         blocks = self._tiers.device.find(hashes)
         return [
             index
