@@ -82,6 +82,7 @@ class PageHashes(Sequence[BlockHash]):
         self._of = of
         self._names = PageNames([(kind.group, kind.part) for kind in kinds], algo)
         self._made = dict[int, list[BlockHash]]()  # by block
+        self._alone = dict[int, BlockHash]()  # by page, of blocks of which one page was asked for
 
     def __len__(self) -> int:
         return len(self._of.hashes) * len(self._names)
@@ -94,13 +95,17 @@ class PageHashes(Sequence[BlockHash]):
         num_pages = len(self._names)
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
+            if step != 1:
+                return [self[each] for each in range(start, stop, step)]
             first = start // num_pages
             made = self.of_blocks(range(first, -(-stop // num_pages)))
-            return made[start - first * num_pages : stop - first * num_pages : step]
+            return made[start - first * num_pages : stop - first * num_pages]
         block, number = divmod(index, num_pages)
         if block in self._made:
             return self._made[block][number]
-        return self._names.one_of(self._of.hashes[block], number)
+        if (alone := self._alone.get(index)) is None:
+            alone = self._alone[index] = self._names.one_of(self._of.hashes[block], number)
+        return alone
 
     def of_blocks(self, blocks: Iterable[int]) -> list[BlockHash]:
         """Return the names of all pages of these blocks."""
