@@ -149,6 +149,7 @@ class EngineCore:
             model=next(iter(self.settings.served_names), self.model.name),
             max_model_len=self._max_model_len,
             vocab_size=self.model.vocab_size,
+            block_size=self.scheduler.block_size,
             eos_token_ids=sorted(self.model.eos_token_ids),
             worker_pid=disk.pid if disk else None,
             disk_trouble=(disk.why or None) if disk and not disk.is_open else None,

@@ -199,6 +199,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     """Sent by the engine when it can serve, and again when the store's worker ends or is replaced.
 
     Attributes:
+        block_size: tokens a block.
         worker_pid: of the store's worker; None while the disk tier is off or where there is none.
         disk_trouble: why the disk tier is off; None where it is on, or where there is none.
         eos_token_ids: tokens that end an answer.
@@ -207,6 +208,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     model: str
     max_model_len: int
     vocab_size: int
+    block_size: int
     worker_pid: int | None
     disk_trouble: str | None = None
     eos_token_ids: list[int] = []

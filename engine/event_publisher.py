@@ -49,8 +49,8 @@ class EventPublisher:
         ConfigError: an address cannot be bound.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self._block_size, self._topic = settings.block_size, settings.kv_events_topic.encode()
+    def __init__(self, settings: Settings, block_size: int) -> None:
+        self._block_size, self._topic = block_size, settings.kv_events_topic.encode()
         self._most_queued = settings.kv_events_max_queue_size
         self._queue: deque[tuple[int, float, list[Change]]] = deque()
         self._num_batches = 0  # handed over, dropped ones too

@@ -108,9 +108,18 @@ class FoundModel:
             return torch.cuda.get_device_name(self.device)
         return f"{self.device.type}, {os.cpu_count()} processors"
 
-    def kv_spec(self, block_size: int) -> KVSpec:
-        """Return how this model's keys and values lie in blocks of `block_size` tokens."""
-        return KVSpec(layers=kv_layers(self.layers), dtype=self.dtype, block_size=block_size)
+    def kv_spec(self, block_size: int | None) -> KVSpec:
+        """Return how this model's keys and values lie in blocks of `block_size` tokens.
+
+        By default a block has 16 tokens, or 64 if some layers have a window.
+
+        NOTE: pages of models with windows are small, so that the work for each page outweighs its
+        bytes. With blocks of 64 tokens instead of 16, 32k tokens of gpt-oss-20b come from disk in
+        565 ms instead of 817, and from host memory in 41 instead of 50 (H200, one run).
+        """
+        layers = kv_layers(self.layers)
+        size = 16 if all(layer.window is None for layer in layers) else 64
+        return KVSpec(layers=layers, dtype=self.dtype, block_size=block_size or size)
 
     @property
     def _identity(self) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def build_parts(
     store = None if opened is None else opened.tier
     tiers = make_tiers(settings, spec, link, store, num_blocks, num_pages, device.type)
     if settings.kv_events == "on":
-        publisher = EventPublisher(settings)
+        publisher = EventPublisher(settings, spec.block_size)
         stack.callback(publisher.close)
         tiers.events.publish_to(publisher.publish)
     cache = TieredCache(tiers)

@@ -137,8 +137,10 @@ class Settings:
     )
     seed: int = _model(0, "Seed for requests that name none.")
 
-    block_size: int = _cache(
-        16, "Tokens per block, a power of two from 16 to 256. Prefixes are shared in whole blocks."
+    block_size: int | None = _cache(
+        None,
+        "Tokens per block, a power of two from 16 to 256. Prefixes are shared in whole blocks. By "
+        "default 16, or 64 for a model of which some layers have a sliding window.",
     )
     device_size: Bytes | None = _cache(
         None,

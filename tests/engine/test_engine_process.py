@@ -32,7 +32,7 @@ def test_an_engine_that_was_told_to_stop_waits_for_no_more_requests(
     class IdleCore:
         """A core without requests, which is told to stop while it waits for one."""
 
-        info = EngineInfo(model="m", max_model_len=1, vocab_size=1, worker_pid=None)
+        info = EngineInfo(model="m", max_model_len=1, vocab_size=1, block_size=16, worker_pid=None)
         tier_stats = SimpleNamespace(read=lambda: None)
         verbs = SimpleNamespace(prompts=SimpleNamespace())
 

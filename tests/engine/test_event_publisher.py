@@ -68,7 +68,7 @@ def removed(tier: Tier, number: int) -> Change:
 @contextlib.contextmanager
 def publishing(**changes: Any) -> Iterator[tuple[EventPublisher, Subscriber]]:
     """Run a publisher with a subscriber that gets every batch of the context."""
-    publisher = EventPublisher(Settings(**{**ON, **changes}))
+    publisher = EventPublisher(Settings(**{**ON, **changes}), SIZE)
     subscriber = Subscriber(publisher.endpoint, publisher.replay_endpoint)
     try:
         while subscriber.read(0.05) is None:
@@ -266,7 +266,7 @@ def test_an_address_that_is_taken_is_said() -> None:
     with publishing() as (publisher, _):
         for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
             with pytest.raises(ConfigError) as caught:
-                EventPublisher(Settings(**{**ON, name: publisher.endpoint}))
+                EventPublisher(Settings(**{**ON, name: publisher.endpoint}), SIZE)
             text = re.sub("(cannot be bound:).*", r"\1 CAUSE", str(caught.value))
             told(text, hide={publisher.endpoint: "ENDPOINT"})
 

@@ -560,6 +560,7 @@ def test_the_report_on_a_prompt_says_where_a_request_could_go_on(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIEREDKV_DEVICE", "cpu")
+    monkeypatch.setenv("TIEREDKV_BLOCK_SIZE", str(BLOCK))
     store, prompt = tmp_path / "store", bytes(range(32, 122)) * 3  # a token a byte
     with open_llm(folder, disk_dir=str(store), default_retention="24h") as llm:
         generate(llm, list(prompt), n=1)

@@ -285,6 +285,7 @@ class Engine:
             model="m",
             max_model_len=MAX_MODEL_LEN,
             vocab_size=len(tokenizer),
+            block_size=16,
             worker_pid=None,
             eos_token_ids=[self._end_id],
         )

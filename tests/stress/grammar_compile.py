@@ -162,6 +162,7 @@ def main(
             model=folder,
             max_model_len=1024,
             vocab_size=len(tokenizer),
+            block_size=16,
             worker_pid=None,
             eos_token_ids=[end],
         )

@@ -55,7 +55,7 @@ def run(
     report = begin(settings)
     report["raw"]["h2d_GBps"] = raw.h2d_GBps()
     token_bytes = (
-        find_model(settings["model"], dtype=settings.get("dtype", "auto")).kv_spec(16).token_bytes
+        find_model(settings["model"], dtype=settings.get("dtype", "auto")).kv_spec(None).token_bytes
     )
     if promotion:
         room = (promotion + NUM_DECODING * (DECODING_TOKENS + SPARE_TOKENS)) * 3 // 2

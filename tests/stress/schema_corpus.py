@@ -229,6 +229,7 @@ def run(progress: Progress, cases: list[Case], num_answers: int, timeout_s: floa
         model="tiny-random",
         max_model_len=1024,
         vocab_size=BYTE_VOCAB_SIZE,
+        block_size=16,
         worker_pid=None,
         eos_token_ids=sorted(stop_token_ids()),
     )

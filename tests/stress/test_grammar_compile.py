@@ -14,6 +14,7 @@ def test_a_case_is_measured_at_each_size(monkeypatch: pytest.MonkeyPatch) -> Non
         model="tiny-random",
         max_model_len=1024,
         vocab_size=BYTE_VOCAB_SIZE,
+        block_size=16,
         worker_pid=None,
         eos_token_ids=sorted(stop_token_ids()),
     )
@@ -29,7 +30,9 @@ def test_a_case_is_measured_at_each_size(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_schema_that_is_refused_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    info = EngineInfo(model="tiny-random", max_model_len=1024, vocab_size=0, worker_pid=None)
+    info = EngineInfo(
+        model="tiny-random", max_model_len=1024, vocab_size=0, block_size=16, worker_pid=None
+    )
     monkeypatch.setattr(grammar_compile, "CASES", {"none": ((1,), lambda _: {"enum": []})})
     [row] = grammar_compile.run(ignore_progress, lambda: GrammarChecker("x", info, 1.0), 1)
     assert row["fault"] and "s" not in row

@@ -27,7 +27,9 @@ RESULT = "It is 12 degrees in Zürich, and it rains."
 class CachingEngine(Engine):
     """Writes a call in each turn, as no template would, and tells which blocks it has computed."""
 
-    info = EngineInfo(model="m", max_model_len=9999, vocab_size=1024, worker_pid=None)
+    info = EngineInfo(
+        model="m", max_model_len=9999, vocab_size=1024, block_size=16, worker_pid=None
+    )
 
     def __init__(self) -> None:
         super().__init__("")

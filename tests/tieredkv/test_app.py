@@ -49,7 +49,7 @@ PATHS: dict[str, dict[str, Any]] = {
 class Engine:
     """Stands in for the engine; answers each request with `say` after `pause_s` seconds."""
 
-    info = EngineInfo(model="m", max_model_len=512, vocab_size=1024, worker_pid=None)
+    info = EngineInfo(model="m", max_model_len=512, vocab_size=1024, block_size=16, worker_pid=None)
     is_alive, pid, stats = True, 1, dict[str, Any]()
     trouble: str | None = None
 

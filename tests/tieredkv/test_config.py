@@ -50,7 +50,7 @@ def test_nothing_given_is_all_defaults() -> None:
     settings, sources = load_settings(environ={})
     assert settings == Settings()
     assert set(sources.values()) == {"default"}
-    assert (settings.block_size, settings.hash_algo, settings.isolate_by) == (16, "sha256", "salt")
+    assert (settings.block_size, settings.hash_algo, settings.isolate_by) == (None, "sha256", "salt")
     assert (settings.host_size, settings.disk_size) == (1 << 30, 20 << 30)
     assert (settings.default_retention, settings.restore) == ("in_memory", "auto")
     assert (settings.disk_dir, settings.disk_write, settings.disk_sync) == (
@@ -505,7 +505,7 @@ def test_describe_shows_each_value_as_people_write_it_and_where_it_is_from(
     rows = [(section, name, text, source) for section, name, _, text, source in loaded.describe()]
     for row in (
         ("model", "max_model_len", "", "default"),
-        ("cache", "block_size", "16", "default"),
+        ("cache", "block_size", "", "default"),
         ("cache", "host_size", "1.5 GiB", f"file {path}"),
         ("cache", "load_timeout", "0.5s", "argument"),
         ("cache", "drain_timeout", "30s", "default"),

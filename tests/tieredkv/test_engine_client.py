@@ -73,7 +73,7 @@ class StuckCore:
     """Stands in for the engine; its first step lasts until `go_on` is set."""
 
     go_on = threading.Event()
-    info = EngineInfo(model="m", max_model_len=1, vocab_size=1, worker_pid=None)
+    info = EngineInfo(model="m", max_model_len=1, vocab_size=1, block_size=16, worker_pid=None)
     tier_stats = SimpleNamespace(read=dict)
     verbs = SimpleNamespace(prompts=SimpleNamespace())
 
@@ -155,7 +155,9 @@ def test_the_server_hears_of_steps_that_hang_of_evictions_and_of_death(
     async def run() -> None:
         client = EngineClient(Settings(), on_progress=ignore_progress)
         [engine] = engines
-        engine.send(EngineInfo(model="m", max_model_len=1, vocab_size=1, worker_pid=None))
+        engine.send(
+            EngineInfo(model="m", max_model_len=1, vocab_size=1, block_size=16, worker_pid=None)
+        )
         await client.ready()
         engine.send(messages.Beat(engine_client.STEP_LIMIT_S + 1))
         await until(lambda: client.trouble is not None)

@@ -21,6 +21,7 @@ INFO = EngineInfo(
     model="m",
     max_model_len=64,
     vocab_size=1024,
+    block_size=16,
     worker_pid=None,
     eos_token_ids=sorted(stop_token_ids()),
 )

@@ -29,7 +29,9 @@ BODIES: dict[str, dict[str, Any]] = {
 class ShortEngine(Engine):
     """An engine whose context is short."""
 
-    info = EngineInfo(model="m", max_model_len=MAX_LEN, vocab_size=1024, worker_pid=None)
+    info = EngineInfo(
+        model="m", max_model_len=MAX_LEN, vocab_size=1024, block_size=16, worker_pid=None
+    )
 
 
 def ask(path: str, body: dict[str, Any]) -> httpx.Response:

@@ -29,7 +29,9 @@ ASK = {"role": "user", "content": "What is this?"}
 class Recording(Engine):
     """An engine that keeps the prompts of its requests."""
 
-    info = EngineInfo(model="m", max_model_len=16384, vocab_size=1024, worker_pid=None)
+    info = EngineInfo(
+        model="m", max_model_len=16384, vocab_size=1024, block_size=16, worker_pid=None
+    )
 
     def __init__(self) -> None:
         super().__init__(0.0, answered)

@@ -21,7 +21,7 @@ from tieredkv.server.chat import Tokenization
 from tieredkv.server.openai_api import ChatRequest
 from tieredkv.server.tokenize_requests import TokenizeRequest
 
-INFO = EngineInfo(model="m", max_model_len=4096, vocab_size=1024, worker_pid=None)
+INFO = EngineInfo(model="m", max_model_len=4096, vocab_size=1024, block_size=16, worker_pid=None)
 LENIENT, STRICT = (Rules(Settings(), is_strict=each) for each in (False, True))
 TEXTS = ["It is", "It is \n ", "  It", "<|im_end|>", "</think", "naïve 🎉"]
 CONTINUES: Any = {"continue_final_message": True, "add_generation_prompt": False}

@@ -26,7 +26,7 @@ from tieredkv.server.recorder import Recorder
 from tieredkv.traces import read_trace
 from tieredkv.types import ignore_progress
 
-SETTINGS = Settings(block_size=16)
+SETTINGS, SIZE = Settings(), 16
 TOKENIZER = load_tokenizer("tiny-random")
 PROMPT = [*range(40)]
 
@@ -43,7 +43,7 @@ def recorded(path: Path, *answers: Answer, settings: Settings = SETTINGS) -> lis
     """Record requests, and return the lines of the file."""
     recorder = Recorder(path, settings)
     for each in answers:
-        recorder.add(each, time.perf_counter())
+        recorder.add(each, time.perf_counter(), SIZE)
     recorder.close()
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -165,7 +165,7 @@ def test_a_full_disk_leaves_whole_lines_and_a_warning(
         return recorder.num_recorded + recorder.num_failed == count
 
     for number in range(4):
-        recorder.add(answer(num_tokens=number + 1), time.perf_counter())
+        recorder.add(answer(num_tokens=number + 1), time.perf_counter(), SIZE)
         wait_until(partial(has_handled, number + 1), "the request waits")
         full_disk.set() if number < 2 else full_disk.clear()
     recorder.close()
@@ -188,7 +188,7 @@ def test_requests_that_wait_for_too_long_are_left_out_and_counted(
     monkeypatch.setattr(recording, "MAX_WAITING_TOKENS", 3 * 49 - 1)
     recorder = Recorder(path, SETTINGS)
     for _ in range(5):
-        recorder.add(answer(), time.perf_counter())
+        recorder.add(answer(), time.perf_counter(), SIZE)
     may_write.set()
     recorder.close()
     assert len(path.read_text().splitlines()) == 3

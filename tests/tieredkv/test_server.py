@@ -34,7 +34,7 @@ from tieredkv.server.run import bind
 from tieredkv.types import Tier
 
 RULES = Rules(Settings(disk_dir="kv"), is_strict=False)
-INFO = EngineInfo(model="m", max_model_len=64, vocab_size=9, worker_pid=None)
+INFO = EngineInfo(model="m", max_model_len=64, vocab_size=9, block_size=16, worker_pid=None)
 TOKENIZER = load_tokenizer("tiny-random")
 TOKENIZATION = Tokenization(TOKENIZER)
 USER = {"role": "user", "content": "hi"}
@@ -423,11 +423,11 @@ def test_a_prefix_below_the_minimum_is_not_cached(
     rules = Rules(Settings(min_cache_tokens=1024), is_strict=False)
     claims = [Claim(end_token=WHOLE, retention="24h", pin_s=1.0)]
     plan = EngineRequest(params=SamplingParams(), claims=claims, cacheable_tokens=cacheable)
-    request = fitted(plan, [1] * length, rules)
+    request = fitted(plan, [1] * length, 16, rules)
     assert request.cacheable_tokens == kept
     ends = [] if kept == 0 else [WHOLE - WHOLE % 16]
     assert [claim.end_token for claim in request.claims] == ends
-    assert fitted(EngineRequest(params=SamplingParams()), [1], RULES).cacheable_tokens is None
+    assert fitted(EngineRequest(params=SamplingParams()), [1], 16, RULES).cacheable_tokens is None
 
 
 def test_answers_to_several_prompts_become_requests_with_plans_of_their_own() -> None:

@@ -174,7 +174,9 @@ def test_the_date_is_a_day_or_start(tmp_path: Path) -> None:
 class Missing(Engine):
     """An engine that has nothing of any prompt behind its first block."""
 
-    info = EngineInfo(model="m", max_model_len=4096, vocab_size=1024, worker_pid=None)
+    info = EngineInfo(
+        model="m", max_model_len=4096, vocab_size=1024, block_size=16, worker_pid=None
+    )
 
     def __init__(self) -> None:
         def answered(request_id: str) -> TokenOutput:

@@ -17,7 +17,7 @@ from tieredkv.server.responses_api import ResponsesRequest
 ASKED: Any = [{"role": "user", "content": "Why?"}]
 TOLD = "Effort {{ reasoning_effort }}, {{ enable_thinking }}, {{ thinking }}."
 RULES = Rules(Settings(), is_strict=True)
-INFO = EngineInfo(model="m", max_model_len=4096, vocab_size=1024, worker_pid=None)
+INFO = EngineInfo(model="m", max_model_len=4096, vocab_size=1024, block_size=16, worker_pid=None)
 NEEDED: dict[type[ApiRequest], dict[str, Any]] = {
     ChatRequest: {"messages": ASKED},
     ResponsesRequest: {"input": ASKED},

@@ -54,7 +54,12 @@ class Engine:
     """
 
     info = EngineInfo(
-        model="m", max_model_len=4096, vocab_size=1024, worker_pid=None, eos_token_ids=[257]
+        model="m",
+        max_model_len=4096,
+        vocab_size=1024,
+        block_size=16,
+        worker_pid=None,
+        eos_token_ids=[257],
     )
     is_alive, pid, stats = True, 1, dict[str, Any]()
     trouble: str | None = None

@@ -212,7 +212,7 @@ def look_up(settings: Row, *, max_context_len: int | None = None) -> tuple[Found
     told = {name: settings.get(name, "auto") for name in ("dtype", "device")}
     told["rope_scaling"] = settings.get("rope_scaling")
     found = find_model(settings["model"], max_context_len=max_context_len, **told)
-    return found, found.kv_spec(settings.get("block_size", 16))
+    return found, found.kv_spec(settings.get("block_size"))
 
 
 def run(

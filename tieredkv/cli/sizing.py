@@ -265,7 +265,7 @@ def _sizes(options: dict[str, Any]) -> Any:
         from tieredkv.engine.loader import find_model
         from tieredkv.sizing.anchors import anchor_size
 
-        spec = find_model(model, dtype="bfloat16", device="cpu").kv_spec(16)
+        spec = find_model(model, dtype="bfloat16", device="cpu").kv_spec(None)
         token_bytes, anchor = spec.token_bytes, anchor_size(spec)
     settings = load_settings(config_path=options["config_path"], environ={}).settings
     retention_s, idle_s = options["retention"], options["idle"]

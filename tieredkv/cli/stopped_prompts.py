@@ -52,6 +52,7 @@ def inspect(
         model=found.name,
         max_model_len=found.max_model_len,
         vocab_size=found.vocab_size,
+        block_size=spec.block_size,
         worker_pid=None,
     )
     keys = Keys(settings=settings, is_strict=False, is_local=True)

@@ -293,7 +293,7 @@ class Asked:
         for prompt in self.prompts:
             limits = info.max_model_len, info.vocab_size
             pack_prompt(prompt, *limits, max_tokens=params.max_tokens, field=self.prompt_field)
-            request = replace(fitted(self.plan, prompt, rules), tenant=tenant)
+            request = replace(fitted(self.plan, prompt, info.block_size, rules), tenant=tenant)
             for j in range(self.n):
                 seed = None if params.seed is None else (params.seed + j) % MAX_SEED
                 how = dataclasses.replace(params, seed=seed)
@@ -301,12 +301,12 @@ class Asked:
         return requests
 
 
-def fitted(plan: EngineRequest, prompt: list[int], rules: Rules) -> EngineRequest:
+def fitted(plan: EngineRequest, prompt: list[int], block_size: int, rules: Rules) -> EngineRequest:
     """Return the plan for one prompt, with the ends of its claims rounded down to full blocks.
 
     A prefix that is shorter than the server's minimum is not cached.
     """
-    block_size, cacheable = rules.settings.block_size, plan.cacheable_tokens
+    cacheable = plan.cacheable_tokens
     ends = [claim.end_token // block_size * block_size for claim in plan.claims]
     claims = [replace(it, end_token=end) for it, end in zip(plan.claims, ends, strict=True)]
     longest = len(prompt) if cacheable is None else min(len(prompt), cacheable)

@@ -51,6 +51,11 @@ class Metrics:
         self._registry.register(self)
         self.observed = {row["name"]: self._make(row) for row in _TABLE["server"]}
 
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block of the engine."""
+        return self._engine.info.block_size
+
     def labels_of(self, tenant: str, metadata: Mapping[str, object]) -> tuple[str, ...]:
         """Return the values of a request's allowed labels.
 
@@ -67,10 +72,7 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric family, and a copy of a family for each alias."""
-        settings = {
-            "block_size": self._settings.block_size,
-            "drain_timeout_s": self._settings.drain_timeout,
-        }
+        settings = {"block_size": self.block_size, "drain_timeout_s": self._settings.drain_timeout}
         held = {name: store.figures._asdict() for name, store in self._stores.items() if store}
         reported = {**self._engine.stats, **settings, **held, "one": 1}
         if self._settings.disk_dir is not None:
@@ -125,6 +127,7 @@ class Observer:
     ) -> None:
         self.diagnosis = NONE
         self._recorder, self._tenant = recorder, tenant
+        self._block_size = metrics.block_size
         self._families, self._history = metrics.observed, metrics.history
         self._labels = metrics.labels_of(tenant, metadata)
         self._arrived_at, self._submitted_at = arrived_at, time.perf_counter()
@@ -171,7 +174,7 @@ class Observer:
         self._count("decode_seconds", last_at - first_at)
         has_run = answer.token_ids or reason in ("stop", "length")
         if self._recorder is not None and has_run:
-            self._recorder.add(answer, self._arrived_at)
+            self._recorder.add(answer, self._arrived_at, self._block_size)
 
     def _count(self, name: str, count: float, *labels: str) -> None:
         family, values = self._families[f"tieredkv_{name}"], (*labels, *self._labels)

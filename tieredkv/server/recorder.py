@@ -52,6 +52,7 @@ class _Ended(NamedTuple):
     timestamp_ms: int
     request: EngineRequest
     token_ids: list[int]
+    block_size: int
 
     @property
     def num_tokens(self) -> int:
@@ -63,7 +64,7 @@ class Recorder:
 
     Args:
         path: of a new file, which only its owner may read.
-        settings: the size of blocks, what isolates requests, and the retention policies.
+        settings: what isolates requests, and the retention policies.
 
     Attributes:
         num_recorded: how many requests are written.
@@ -98,15 +99,16 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
 
-    def add(self, answer: Answer, arrived_at: float) -> None:
+    def add(self, answer: Answer, arrived_at: float, block_size: int) -> None:
         """Have a request written, or drop it if too many wait.
 
         Args:
             answer: the request with its answer, which has ended.
             arrived_at: when the request arrived, by `perf_counter`.
+            block_size: tokens a block, of the engine that answered.
         """
         came = self._clock.now() - (time.perf_counter() - arrived_at)
-        ended = _Ended(round(1000 * came), answer.request, answer.token_ids)
+        ended = _Ended(round(1000 * came), answer.request, answer.token_ids, block_size)
         self._num_added += 1
         if self._added_tokens - self._done_tokens > MAX_WAITING_TOKENS:
             if not self._num_dropped:
@@ -157,7 +159,7 @@ class Recorder:
             self.num_failed += 1
 
     def _line(self, ended: _Ended) -> Request:
-        asked, size = ended.request, self._settings.block_size
+        asked, size = ended.request, ended.block_size
         prompt = asked.prompt_token_ids
         tokens = prompt + ended.token_ids[:-1]  # the keys of the last one are not computed
         tokens = tokens[: max_cached_blocks(asked, size) * size]
