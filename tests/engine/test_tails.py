@@ -17,7 +17,7 @@ import pytest
 from tests.engine.test_families import FAMILIES, make_config, write_checkpoint
 from tests.levels import few
 from tieredkv import LLM, SamplingParams
-from tieredkv.cache import expiry
+from tieredkv.cache import expiry, tail
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.events import Change
 from tieredkv.cache.operations import KeptBlock
@@ -354,6 +354,35 @@ def test_what_a_session_has_gone_on_past_leaves_first(folder: Path, tmp_path: Pa
         needed = [entry for entry in catalog.entries() if entry.kind and entry.position == 2]
         assert needed
         assert catalog.superseded.isdisjoint(entry.block_hash for entry in needed)
+
+
+def test_a_session_that_changes_what_was_said_goes_on_at_an_interval(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tail, "INTERVAL", 2)
+    talk = tokens(400, seed=60)
+    with open_llm(folder) as llm:
+        kinds = tail_kinds(llm.core.kv_spec)
+        needed = max(kind.num_blocks for kind in kinds)
+        interval = 2 * needed * len(kinds)
+        for turn in range(3):
+            talk += generate(llm, talk)[0] + tokens(60, seed=61 + turn)
+        generate(llm, talk)
+        catalog = llm.core.parts.tiers.catalog
+        pages = {entry.position for entry in catalog.entries() if entry.kind}
+        passed = {entry.position for entry in catalog.entries() if entry.kind} & {
+            entry.position for entry in catalog.entries() if entry.block_hash in catalog.superseded
+        }
+        at_intervals = [*range(interval, len(talk) // BLOCK, interval)]
+        assert passed
+        assert at_intervals
+        for end in at_intervals:
+            blocks = set(range(end - needed, end))
+            assert blocks <= pages
+            assert not blocks & passed
+        changed = talk[: BLOCK * interval + 5] + tokens(80, seed=70)
+        _, usage = generate(llm, changed)
+        assert usage.cached_tokens == BLOCK * interval
 
 
 def test_what_is_pinned_is_not_superseded(folder: Path) -> None:

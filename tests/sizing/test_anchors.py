@@ -19,10 +19,10 @@ from tieredkv.traces import Trace, read_trace
 from tieredkv.types import KVSpec, LayerKV, Tier, ignore_progress
 
 TOKEN = 1024
-SIZE = AnchorSize(num_kinds=2, needed_tokens=64, kept_tokens=96)
+SIZE = AnchorSize(num_kinds=2, needed_tokens=64, kept_tokens=96, interval_tokens=1280)
 """Of a trace with blocks of 16 tokens: pages of 4 blocks are needed, and those of 6 are kept."""
 
-WIDE = AnchorSize(num_kinds=3, needed_tokens=1024, kept_tokens=1056)
+WIDE = AnchorSize(num_kinds=3, needed_tokens=1024, kept_tokens=1056, interval_tokens=30_720)
 
 
 def trace_of(lines: list[Line], tmp_path: Path) -> Trace:
@@ -49,7 +49,7 @@ def test_what_is_kept_for_an_anchor_follows_from_the_layers() -> None:
     layers = [LayerKV(2, 8), *[LayerKV(2, 8, 100)] * 3, LayerKV(1, 8, 40)]
     spec = KVSpec(layers=layers, dtype="bfloat16", block_size=16)
     size = anchor_size(spec)
-    assert size == AnchorSize(num_kinds=4, needed_tokens=112, kept_tokens=144)
+    assert size == AnchorSize(4, needed_tokens=112, kept_tokens=144, interval_tokens=4480)
     assert size.num_bytes(spec.token_bytes) == 4 * 9 * spec.block_bytes
     assert size.most_pages(16) == 36
     assert [size.num_pages(num, 512) for num in (1, 128, 129, 512, 600)] == [1, 1, 2, 4, 4]
@@ -87,6 +87,19 @@ def test_pages_before_the_end_let_a_prompt_be_found_again(tmp_path: Path) -> Non
         assert found(lines, tmp_path)["cached_tokens"] == 16 * cached
 
 
+def test_a_conversation_that_changes_what_was_said_goes_on_at_an_interval(tmp_path: Path) -> None:
+    prompt, end = [*range(100)], 1280 // 16
+    for kept, cached in (end, end), (end + 15, end), (end - 1, 0):
+        lines = [recorded(0, prompt), recorded(1, [*prompt[:kept], *range(200, 220)])]
+        assert found(lines, tmp_path)["cached_tokens"] == 16 * cached
+    # It is kept when the conversation has gone on past it, without blocks to spare before it.
+    turns = [recorded(n, [*range(100 + 20 * n)]) for n in range(4)]
+    changed = recorded(9, [*prompt[: end + 5], *range(200, 220)])
+    before, after = (found(some, tmp_path) for some in (turns, [*turns, changed]))
+    assert after["cached_tokens"] - before["cached_tokens"] == 16 * end
+    assert before["anchor_bytes"] == (4 + 4 * 6) * 2 * 16 * TOKEN
+
+
 @pytest.mark.parametrize("is_superseded", [True, False])
 def test_anchors_that_a_conversation_went_on_past_make_room_for_others(
     is_superseded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -106,7 +119,7 @@ def policy() -> RetentionPolicy:
 
 
 @pytest.mark.parametrize("seed", few(range(6), 2))
-@pytest.mark.parametrize("size", [AnchorSize(1, 128, 160), WIDE])
+@pytest.mark.parametrize("size", [AnchorSize(1, 128, 160, 1280), WIDE])
 @pytest.mark.parametrize(
     "capacity",
     [
@@ -162,7 +175,7 @@ def test_conversations_in_unlimited_memory_find_all_but_what_parts(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--model", "random:gpt-oss-20b"], 160 * 12 * 2 * 1024),  # 12 layers with windows
+        (["--model", "random:gpt-oss-20b"], 256 * 12 * 2 * 1024),  # 12 layers with windows
         (["--model", "random:llama-3.1-8b"], 0),
         (["--model", "random:gpt-oss-20b", "--bytes-per-token", "24KiB"], 0),
     ],

@@ -50,7 +50,11 @@ def test_nothing_given_is_all_defaults() -> None:
     settings, sources = load_settings(environ={})
     assert settings == Settings()
     assert set(sources.values()) == {"default"}
-    assert (settings.block_size, settings.hash_algo, settings.isolate_by) == (None, "sha256", "salt")
+    assert (settings.block_size, settings.hash_algo, settings.isolate_by) == (
+        None,
+        "sha256",
+        "salt",
+    )
     assert (settings.host_size, settings.disk_size) == (1 << 30, 20 << 30)
     assert (settings.default_retention, settings.restore) == ("in_memory", "auto")
     assert (settings.disk_dir, settings.disk_write, settings.disk_sync) == (

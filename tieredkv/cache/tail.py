@@ -224,9 +224,17 @@ class Tail(Chain):
 
     def kept_within(self, first: int, end: int) -> list[int]:
         """Return those of the blocks `[first, end)` whose pages later requests may need."""
-        reach = self.reach
-        ends = self.kept_between(first, end + reach - 1)
-        return sorted({b for it in ends for b in range(max(first, it - reach), min(it, end))})
+        kept = set[int]()
+        for place in self.kept_between(first, end + self.reach - 1):
+            kept.update(range(max(first, place - self.reach_of(place)), min(place, end)))
+        return sorted(kept)
+
+    def reach_of(self, place: int) -> int:
+        """Return of how many of the last blocks before a place pages are kept.
+
+        At intervals there are no spare ones, since nothing ends there that requests leave early.
+        """
+        return self.reach if place in self.kept_ends else self.num_needed
 
     @property
     def used(self) -> list[int]:

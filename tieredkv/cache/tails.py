@@ -205,19 +205,19 @@ class Tails:
     def superseded(self, tail: Tail) -> list[BlockHash]:
         """Return the kept pages that a request has gone on past, and that no other may need.
 
-        These are all but those of the last place of the request and of the places that it names,
-        those where several requests have gone on, and those that are pinned.
+        These are all but those of the last place of the request, of the places that it names and of
+        those at intervals, those where several requests have gone on, and those that are pinned.
         """
         get, superseded = self._tiers.catalog.get, self._tiers.catalog.superseded
         found = list[BlockHash]()
         end = min(tail.num_done, len(tail.of.hashes))
         kept_from = end - tail.reach
-        named = {it - 1 for it in tail.kept_ends if 0 < it <= end}
-        for block in sorted({*self._kept_blocks(tail, end), *named}, reverse=True):
+        reaches = {place - 1: tail.reach_of(place) for place in tail.kept_between(0, end)}
+        for block in sorted({*self._kept_blocks(tail, end), *reaches}, reverse=True):
             pages = tail.pages_of(block, block + 1)
             entry = get(tail.hashes[pages.start])
-            if block in named or (entry is not None and entry.num_continued > 1):
-                kept_from = block + 1 - tail.reach
+            if block in reaches or (entry is not None and entry.num_continued > 1):
+                kept_from = min(kept_from, block + 1 - reaches.get(block, tail.reach))
             is_kept = entry is None or entry.pinned_until or entry.block_hash in superseded
             if block < kept_from and not is_kept:
                 hashes = tail.hashes[pages.start : pages.stop]

@@ -1,20 +1,19 @@
 """The pages of layers with windows in a replay, and where they let requests go on.
 
 A request can go on behind blocks that it found only where the pages of the windows are there too:
-at an anchor. Such pages are kept where a prompt ends, where a recorded answer ends, and where a
-request leaves another one. Once a request has gone on, the earlier anchors of its chain are evicted
-first, but those where requests parted. A server also keeps pages at intervals, which are evicted
-first as well; they are not replayed.
+at an anchor. Such pages are kept where a prompt ends, where a recorded answer ends, where a request
+leaves another one, and at intervals. Once a request has gone on, the earlier anchors of its chain
+are evicted first, but those where requests parted and those at intervals.
 
 Pages are as large as a block of the trace. Where a window ends amid such a block, as many of its
 pages are kept as the window fills, the last one whole.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, cast
 
-from tieredkv.cache.tail import SPARE_BLOCKS, tail_kinds
+from tieredkv.cache.tail import INTERVAL, SPARE_BLOCKS, tail_kinds
 from tieredkv.sizing.tiers import SimulatedTiers, Source
 from tieredkv.traces import Request, Trace
 from tieredkv.types import BlockHash, KVSpec
@@ -29,16 +28,22 @@ class AnchorSize(NamedTuple):
     Attributes:
         num_kinds: how many pages a block has beside its own.
         needed_tokens: of how many of the last tokens a request needs pages to go on.
-        kept_tokens: of how many they are kept.
+        kept_tokens: of how many they are kept; at intervals of no more than are needed.
+        interval_tokens: from one of the anchors at intervals to the next.
     """
 
     num_kinds: int
     needed_tokens: int
     kept_tokens: int
+    interval_tokens: int
 
     def num_bytes(self, token_bytes: int) -> int:
         """Return the bytes of an anchor, if a token has so many in a page."""
         return self.num_kinds * self.kept_tokens * token_bytes
+
+    def interval(self, block_tokens: int) -> int:
+        """Return the blocks from one of the anchors at intervals to the next."""
+        return max(1, self.interval_tokens // block_tokens)
 
     def num_pages(self, num_tokens: int, block_tokens: int) -> int:
         """Return how many pages of a block some of its tokens fill."""
@@ -55,7 +60,8 @@ def anchor_size(spec: KVSpec) -> AnchorSize | None:
     if not (kinds := tail_kinds(spec)):
         return None
     num_blocks, size = max(kind.num_blocks for kind in kinds), spec.block_size
-    return AnchorSize(len(kinds), num_blocks * size, (num_blocks + SPARE_BLOCKS) * size)
+    needed, kept = num_blocks * size, (num_blocks + SPARE_BLOCKS) * size
+    return AnchorSize(len(kinds), needed, kept, INTERVAL * len(kinds) * needed)
 
 
 class Served(NamedTuple):
@@ -87,6 +93,7 @@ class Anchors:
 
     def __init__(self, size: AnchorSize, tiers: SimulatedTiers, block_tokens: int) -> None:
         self._size, self._tiers, self._block_tokens = size, tiers, block_tokens
+        self._interval = size.interval(block_tokens)
         # An anchor is known by the block before it, and so are the requests that went on there.
         self._kept, self._num_continued = set[int](), Counter[int]()
         self._num_users = Counter[BlockHash]()  # anchors for which a page is kept
@@ -99,7 +106,7 @@ class Anchors:
         prompt = cast("Sequence[BlockHash]", request.hash_ids)
         num_there = next((i for i, it in enumerate(prompt) if not tiers.has(it)), len(prompt))
         hit_end = min(num_there, (request.input_length - 1) // self._block_tokens)
-        needed_tokens, kept_tokens = self._size.needed_tokens, self._size.kept_tokens
+        needed_tokens = self._size.needed_tokens
         while not all(tiers.has(page) for page, _ in self._pages(chain, hit_end, needed_tokens)):
             hit_end -= 1
         ends = self._ends(request, hit_end, num_there)
@@ -107,8 +114,8 @@ class Anchors:
         pages_of = defaultdict[int, dict[BlockHash, None]](dict)  # by the place of their block
         for page, index in needed.items():
             pages_of[index][page] = None
-        for end in ends:
-            for page, index in self._pages(chain, end, kept_tokens):
+        for end, num_tokens in ends.items():
+            for page, index in self._pages(chain, end, num_tokens):
                 if index >= hit_end or tiers.has(page):  # those before are not computed
                     pages_of[index][page] = None
         keys = list[BlockHash]()
@@ -121,8 +128,10 @@ class Anchors:
         sources += [None] * (len(chain) - hit_end)
         return Served(sources, [found[page] for page in needed], num_there - hit_end)
 
-    def _ends(self, request: Request, hit_end: int, num_there: int) -> set[int]:
+    def _ends(self, request: Request, hit_end: int, num_there: int) -> dict[int, int]:
         """Return behind how many blocks a request makes anchors, or has them kept.
+
+        Each end comes with the tokens before it whose pages are kept.
 
         Args:
             request: the request.
@@ -140,19 +149,23 @@ class Anchors:
         if num_there > hit_end:
             self._num_continued[request.hash_ids[num_there - 1]] = SEVERAL
             ends.add(num_there)
-        return ends - {0}
+        first = hit_end - hit_end % self._interval + self._interval
+        at_intervals = range(first, len(request.chain) + 1, self._interval)
+        kept = dict.fromkeys(at_intervals, self._size.needed_tokens)
+        return kept | dict.fromkeys(ends - {0}, self._size.kept_tokens)
 
-    def _keep(self, chain: Sequence[int], ends: Collection[int]) -> None:
+    def _keep(self, chain: Sequence[int], ends: Mapping[int, int]) -> None:
         """Keep the anchors of a request, and have those evicted first that it has gone on past."""
         kept_tokens, users = self._size.kept_tokens, self._num_users
-        for end in ends:
+        for end, num_tokens in ends.items():
             if (block := chain[end - 1]) not in self._kept:
                 self._kept.add(block)
                 self.num_made += 1
-                users.update(page for page, _ in self._pages(chain, end, kept_tokens))
+                users.update(page for page, _ in self._pages(chain, end, num_tokens))
         passed = list[BlockHash]()
         for end, block in enumerate(chain, start=1):
-            if block in self._kept and end not in ends and self._num_continued[block] < SEVERAL:
+            is_last = end in ends or end % self._interval == 0
+            if block in self._kept and not is_last and self._num_continued[block] < SEVERAL:
                 self._kept.remove(block)
                 for page, _ in self._pages(chain, end, kept_tokens):
                     users[page] -= 1
@@ -180,5 +193,8 @@ class Anchors:
 
 def most_room(size: AnchorSize, trace: Trace) -> tuple[int, int]:
     """Return how many pages there are at most, of all requests of a trace and of one of them."""
-    of_one = 5 * size.most_pages(trace.block_tokens)  # it goes on from one, and has four kept
+    longest = max((len(request.chain) for request in trace.requests), default=0)
+    at_intervals = longest // size.interval(trace.block_tokens)
+    # A request goes on from one, and has four kept beside those at intervals.
+    of_one = (5 + at_intervals) * size.most_pages(trace.block_tokens)
     return min(size.num_kinds * trace.num_distinct, of_one * len(trace.requests)), of_one
