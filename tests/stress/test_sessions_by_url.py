@@ -30,6 +30,12 @@ def test_sessions_go_on_until_the_first_one_ends(server: Server) -> None:
     row = sessions_by_url.figures(answers, took_s)
     assert row["answers_per_s"] == len(answers) / took_s
     assert 0 < row["hit_rate"] < 1, "each turn begins with the one before it"
+    assert row["hit_rate"] <= row["unbounded_hit_rate"] < 1
+
+
+def test_what_earlier_prompts_begin_with_is_counted_once() -> None:
+    prompts = [[1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 9], [7], [1, 2, 3, 4, 5], [1, 2, 3, 4]]
+    assert sessions_by_url.repeated_tokens(prompts) == [0, 3, 2, 0, 4, 3]
 
 
 def test_sessions_go_on_until_the_last_one_ends(server: Server) -> None:
