@@ -365,10 +365,12 @@ def test_a_session_that_changes_what_was_said_goes_on_at_an_interval(
         kinds = tail_kinds(llm.core.kv_spec)
         needed = max(kind.num_blocks for kind in kinds)
         interval = 2 * needed * len(kinds)
-        for turn in range(3):
+        clock, catalog = llm.core.parts.tiers.clock, llm.core.parts.tiers.catalog
+        began_at = clock.now()
+        for turn in range(5):  # in twice the time for which unused blocks are kept
             talk += generate(llm, talk)[0] + tokens(60, seed=61 + turn)
+            clock.advance_to(began_at + 240 * (turn + 1))
         generate(llm, talk)
-        catalog = llm.core.parts.tiers.catalog
         pages = {entry.position for entry in catalog.entries() if entry.kind}
         passed = {entry.position for entry in catalog.entries() if entry.kind} & {
             entry.position for entry in catalog.entries() if entry.block_hash in catalog.superseded
@@ -381,6 +383,28 @@ def test_a_session_that_changes_what_was_said_goes_on_at_an_interval(
             assert blocks <= pages
             assert not blocks & passed
         changed = talk[: BLOCK * interval + 5] + tokens(80, seed=70)
+        _, usage = generate(llm, changed)
+        assert usage.cached_tokens == BLOCK * interval
+
+
+def test_places_at_intervals_stay_in_full_vram_as_long_as_their_session(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tail, "INTERVAL", 2)
+    with open_llm(folder) as llm:
+        spec = llm.core.kv_spec
+        kinds = tail_kinds(spec)
+        interval = 2 * max(kind.num_blocks for kind in kinds) * len(kinds)
+    pages = 36 * (1 + len(kinds)) + 3 * anchor_pages(spec)
+    sizes = {"device_size": 2 * pages * spec.block_bytes, "host_size": 8 * spec.block_bytes}
+    talk = tokens(400, seed=80)
+    with open_llm(folder, **sizes) as llm:
+        for turn in range(4):
+            talk += generate(llm, talk)[0] + tokens(20, seed=81 + turn)
+            for number in range(2 + len(kinds)):
+                generate(llm, tokens(200, seed=100 + 10 * turn + number))
+        assert llm.core.parts.tiers.counters.evictions["device,capacity"]
+        changed = talk[: BLOCK * interval + 5] + tokens(80, seed=90)
         _, usage = generate(llm, changed)
         assert usage.cached_tokens == BLOCK * interval
 

@@ -19,10 +19,10 @@ from tieredkv.traces import Trace, read_trace
 from tieredkv.types import KVSpec, LayerKV, Tier, ignore_progress
 
 TOKEN = 1024
-SIZE = AnchorSize(num_kinds=2, needed_tokens=64, kept_tokens=96, interval_tokens=1280)
+SIZE = AnchorSize(num_kinds=2, window=65, block_size=16)
 """Of a trace with blocks of 16 tokens: pages of 4 blocks are needed, and those of 6 are kept."""
 
-WIDE = AnchorSize(num_kinds=3, needed_tokens=1024, kept_tokens=1056, interval_tokens=30_720)
+WIDE = AnchorSize(num_kinds=3, window=1025, block_size=16)
 
 
 def trace_of(lines: list[Line], tmp_path: Path) -> Trace:
@@ -49,7 +49,9 @@ def test_what_is_kept_for_an_anchor_follows_from_the_layers() -> None:
     layers = [LayerKV(2, 8), *[LayerKV(2, 8, 100)] * 3, LayerKV(1, 8, 40)]
     spec = KVSpec(layers=layers, dtype="bfloat16", block_size=16)
     size = anchor_size(spec)
-    assert size == AnchorSize(4, needed_tokens=112, kept_tokens=144, interval_tokens=4480)
+    assert size == AnchorSize(num_kinds=4, window=100, block_size=16)
+    assert (size.needed_tokens, size.kept_tokens, size.interval_tokens) == (112, 144, 4480)
+    assert [size.interval(tokens) for tokens in (16, 512)] == [280, 9]
     assert size.num_bytes(spec.token_bytes) == 4 * 9 * spec.block_bytes
     assert size.most_pages(16) == 36
     assert [size.num_pages(num, 512) for num in (1, 128, 129, 512, 600)] == [1, 1, 2, 4, 4]
@@ -100,6 +102,27 @@ def test_a_conversation_that_changes_what_was_said_goes_on_at_an_interval(tmp_pa
     assert before["anchor_bytes"] == (4 + 4 * 6) * 2 * 16 * TOKEN
 
 
+def test_anchors_of_a_recorded_trace_are_those_of_its_server(tmp_path: Path) -> None:
+    sizes = Sizes(token_bytes=TOKEN, anchor=AnchorSize(num_kinds=1, window=128, block_size=64))
+    recorded_trace = trace_of([recorded(0, [1, 2])], tmp_path)
+    published = trace_of([line(0, [1, 2])], tmp_path)
+    assert sizes.of_trace(published) is sizes
+    anchors = [it.anchor for it in (sizes, sizes.of_trace(recorded_trace)) if it.anchor]
+    assert [it.kept_tokens for it in anchors] == [256, 160]
+
+
+def test_an_interval_is_kept_as_long_as_the_blocks_behind_it(tmp_path: Path) -> None:
+    prompt = [*range(100)]
+    turns = [recorded(3 * n, [*prompt, *range(100, 100 + 4 * n)]) for n in range(6)]
+    others = [recorded(3 * n + 1, [*range(1000 * n + 1000, 1000 * n + 1030)]) for n in range(6)]
+    changed = recorded(99, [*prompt[:85], *range(200, 220)])
+    lines = sorted([*turns, *others], key=lambda it: it["timestamp"])
+    cached = [
+        found(some, tmp_path, device=250)["cached_tokens"] for some in (lines, [*lines, changed])
+    ]
+    assert cached[1] - cached[0] == 80 * 16
+
+
 @pytest.mark.parametrize("is_superseded", [True, False])
 def test_anchors_that_a_conversation_went_on_past_make_room_for_others(
     is_superseded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -119,7 +142,7 @@ def policy() -> RetentionPolicy:
 
 
 @pytest.mark.parametrize("seed", few(range(6), 2))
-@pytest.mark.parametrize("size", [AnchorSize(1, 128, 160, 1280), WIDE])
+@pytest.mark.parametrize("size", [AnchorSize(1, 129, 16), WIDE])
 @pytest.mark.parametrize(
     "capacity",
     [

@@ -366,6 +366,7 @@ class TieredCache:
         used, blocks = chain.hashes, chain.blocks[::-1]
         if (tail := chain.tail) is not None:
             used, blocks = tail.used_hashes, self._end_tail(tail)
+            self._tiers.device.touch(used)  # also those that the request has not held
         self._tiers.touch_pages(used)
         after = self._tiers.device_link.num_steps
         self._tiers.device.release(blocks, after=after)

@@ -232,16 +232,17 @@ class Tail(Chain):
     def reach_of(self, place: int) -> int:
         """Return of how many of the last blocks before a place pages are kept.
 
-        At intervals there are no spare ones, since nothing ends there that requests leave early.
+        At intervals there are no spare ones, because no prompt ends there that a later request
+        could leave a little earlier.
         """
         return self.reach if place in self.kept_ends else self.num_needed
 
     @property
     def used(self) -> list[int]:
-        """The pages that the request has found and those of its prompt that are kept, ascending."""
+        """The pages that the request has found and those of its chain that are kept, ascending."""
         end = self.found_end
         found = range(self._first_needed(end), end)
-        blocks = [*found, *self.kept_within(end, len(self.of.hashes))]
+        blocks = sorted({*found, *self.kept_within(0, len(self.of.hashes))})
         return [index for block in blocks for index in self.pages_of(block, block + 1)]
 
     @property

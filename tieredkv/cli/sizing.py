@@ -166,6 +166,7 @@ def replay(trace: Path, block_tokens: int | None, rates: Path | None, **options:
     sizes = _sizes(options)
     known_rates = _read_rates(rates)
     read = read_trace(trace, progress, block_tokens=block_tokens, retentions=sizes.retention_names)
+    sizes = sizes.of_trace(read)
     document = replaying.replay(read, sizes, progress, rates=known_rates)
     lines = replaying.described(document)
     return Answer(document, lines=lines, is_problem=document["interrupted"])
@@ -224,6 +225,7 @@ def size(
     sizes = _sizes(options)
     retentions = sizes.retention_names if orders is None else ()
     read = read_trace(trace, progress, block_tokens=block_tokens, retentions=retentions)
+    sizes = sizes.of_trace(read)
     if orders is not None:
         if plot is not None:
             raise ConfigError("`--plot` draws tiers and retentions; leave it or `--orders` out")

@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 from tieredkv.cache.tail import INTERVAL, SPARE_BLOCKS, tail_kinds
 from tieredkv.sizing.tiers import SimulatedTiers, Source
 from tieredkv.traces import Request, Trace
-from tieredkv.types import BlockHash, KVSpec
+from tieredkv.types import BlockHash, KVSpec, window_blocks
 
 SEVERAL = 2
 """So many requests that went on from an anchor have it kept."""
@@ -27,23 +27,36 @@ class AnchorSize(NamedTuple):
 
     Attributes:
         num_kinds: how many pages a block has beside its own.
-        needed_tokens: of how many of the last tokens a request needs pages to go on.
-        kept_tokens: of how many they are kept; at intervals of no more than are needed.
-        interval_tokens: from one of the anchors at intervals to the next.
+        window: the longest window in tokens.
+        block_size: tokens of a block of the server.
     """
 
     num_kinds: int
-    needed_tokens: int
-    kept_tokens: int
-    interval_tokens: int
+    window: int
+    block_size: int
+
+    @property
+    def needed_tokens(self) -> int:
+        """Of how many of the last tokens a request needs pages to go on."""
+        return window_blocks(self.window, self.block_size) * self.block_size
+
+    @property
+    def kept_tokens(self) -> int:
+        """Of how many tokens pages are kept, but at intervals, where only those needed are."""
+        return self.needed_tokens + SPARE_BLOCKS * self.block_size
+
+    @property
+    def interval_tokens(self) -> int:
+        """From one of the anchors at intervals to the next."""
+        return INTERVAL * self.num_kinds * self.needed_tokens
 
     def num_bytes(self, token_bytes: int) -> int:
         """Return the bytes of an anchor, if a token has so many in a page."""
         return self.num_kinds * self.kept_tokens * token_bytes
 
     def interval(self, block_tokens: int) -> int:
-        """Return the blocks from one of the anchors at intervals to the next."""
-        return max(1, self.interval_tokens // block_tokens)
+        """Return the blocks from one of the anchors at intervals to the next, rounded up."""
+        return -(-self.interval_tokens // block_tokens)
 
     def num_pages(self, num_tokens: int, block_tokens: int) -> int:
         """Return how many pages of a block some of its tokens fill."""
@@ -59,9 +72,8 @@ def anchor_size(spec: KVSpec) -> AnchorSize | None:
     """Return what is kept for an anchor of a model; None if no layer has a window."""
     if not (kinds := tail_kinds(spec)):
         return None
-    num_blocks, size = max(kind.num_blocks for kind in kinds), spec.block_size
-    needed, kept = num_blocks * size, (num_blocks + SPARE_BLOCKS) * size
-    return AnchorSize(len(kinds), needed, kept, INTERVAL * len(kinds) * needed)
+    window = max(layer.window or 0 for layer in spec.layers)
+    return AnchorSize(len(kinds), window, spec.block_size)
 
 
 class Served(NamedTuple):
@@ -95,7 +107,8 @@ class Anchors:
         self._size, self._tiers, self._block_tokens = size, tiers, block_tokens
         self._interval = size.interval(block_tokens)
         # An anchor is known by the block before it, and so are the requests that went on there.
-        self._kept, self._num_continued = set[int](), Counter[int]()
+        self._kept = dict[int, int]()  # the tokens before it of which pages are kept
+        self._num_continued = Counter[int]()
         self._num_users = Counter[BlockHash]()  # anchors for which a page is kept
         self.num_made = self.num_pages = 0
 
@@ -149,30 +162,44 @@ class Anchors:
         if num_there > hit_end:
             self._num_continued[request.hash_ids[num_there - 1]] = SEVERAL
             ends.add(num_there)
-        first = hit_end - hit_end % self._interval + self._interval
-        at_intervals = range(first, len(request.chain) + 1, self._interval)
-        kept = dict.fromkeys(at_intervals, self._size.needed_tokens)
+        chain, kept = request.chain, dict[int, int]()
+        for end in range(self._interval, len(chain) + 1, self._interval):
+            if end > hit_end or chain[end - 1] in self._kept:
+                kept[end] = self._size.needed_tokens
         return kept | dict.fromkeys(ends - {0}, self._size.kept_tokens)
 
     def _keep(self, chain: Sequence[int], ends: Mapping[int, int]) -> None:
         """Keep the anchors of a request, and have those evicted first that it has gone on past."""
-        kept_tokens, users = self._size.kept_tokens, self._num_users
-        for end, num_tokens in ends.items():
-            if (block := chain[end - 1]) not in self._kept:
-                self._kept.add(block)
-                self.num_made += 1
-                users.update(page for page, _ in self._pages(chain, end, num_tokens))
-        passed = list[BlockHash]()
+        changes = list[tuple[int, int, int]]()
         for end, block in enumerate(chain, start=1):
-            is_last = end in ends or end % self._interval == 0
-            if block in self._kept and not is_last and self._num_continued[block] < SEVERAL:
-                self._kept.remove(block)
-                for page, _ in self._pages(chain, end, kept_tokens):
-                    users[page] -= 1
-                    if not users[page]:
-                        del users[page]
-                        passed.append(page)
+            held, num_tokens = self._kept.get(block, 0), ends.get(end, 0)
+            if self._num_continued[block] >= SEVERAL:
+                num_tokens = max(num_tokens, held)
+            if num_tokens != held:
+                self.num_made += not held
+                changes.append((num_tokens - held, end, num_tokens))
+        passed = list[BlockHash]()
+        for _, end, num_tokens in sorted(changes, reverse=True):  # those that need more come first
+            passed += self._hold(chain, end, num_tokens)
         self._tiers.supersede(passed)
+
+    def _hold(self, chain: Sequence[int], end: int, num_tokens: int) -> list[BlockHash]:
+        """Keep the pages of so many tokens for an anchor; return those that none needs any more."""
+        before, after = (
+            dict(self._pages(chain, end, number)).keys()
+            for number in (self._kept.get(chain[end - 1], 0), num_tokens)
+        )
+        users, passed = self._num_users, list[BlockHash]()
+        users.update(after - before)
+        for page in [page for page in before if page not in after]:
+            users[page] -= 1
+            if not users[page]:
+                del users[page]
+                passed.append(page)
+        self._kept[chain[end - 1]] = num_tokens
+        if not num_tokens:
+            del self._kept[chain[end - 1]]
+        return passed
 
     def _pages(
         self, chain: Sequence[int], end: int, num_tokens: int

@@ -71,6 +71,12 @@ class Sizes:
             if not seconds > 0:
                 raise ConfigError(f"`{flag}` must be longer than 0 s")
 
+    def of_trace(self, trace: Trace) -> "Sizes":
+        """Return the sizes with anchors as the server made them that has recorded a trace."""
+        if self.anchor is None or all(each.block_tokens is None for each in trace.requests):
+            return self
+        return replace(self, anchor=self.anchor._replace(block_size=trace.block_tokens))
+
     def capacity(self, block_tokens: int, write_bytes_per_s: float | None = None) -> Capacity:
         """Return how many blocks each tier holds."""
         block_bytes = block_tokens * self.token_bytes
