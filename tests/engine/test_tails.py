@@ -72,6 +72,17 @@ def test_a_second_request_goes_on_from_vram_with_equal_tokens(folder: Path) -> N
         assert generate(llm, prompt + cold + tokens(20, seed=2))[0] == longer
 
 
+def test_blocks_of_the_default_size_give_equal_tokens(folder: Path) -> None:
+    prompt = tokens(205, seed=5)
+    with LLM(str(folder), device="cpu", device_size="16MiB", host_size="16MiB") as llm:
+        assert llm.core.info.block_size == llm.core.kv_spec.block_size == 64
+        cold, _ = generate(llm, prompt)
+        flush(llm, Tier.HOST)
+        warm, usage = generate(llm, prompt)
+        assert warm == cold
+        assert usage.cached_tokens_by_tier[Tier.HOST] == 192
+
+
 def digests(llm: LLM, prompt: list[int]) -> dict[BlockHash, str]:
     """Return digests of keys and values that a hit on a prompt's full blocks needs."""
     return llm.core.kv_digests.by_block(llm.make_request(prompt, SamplingParams()))

@@ -10,9 +10,9 @@ and each further run has sessions of another seed. What a run leaves in the serv
 use to the next one, but is still there, so that figures of an empty cache need a new server.
 
 `cached_tokens` is what the server reports. `unbounded_hit_rate` is what a cache would find that
-keeps all tokens of all prompts of a session for ever. A hit is an answer with some cached tokens
-and with fewer than 2,048 other tokens in its prompt. A request that fails ends its run; it is
-listed in `problems`, and the exit code is 1.
+keeps all tokens of all prompts for ever, if the sessions took their turns one by one. A hit is an
+answer with some cached tokens and with fewer than 2,048 other tokens in its prompt. A request that
+fails ends its run; it is listed in `problems`, and the exit code is 1.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class Answer(NamedTuple):
 
     Attributes:
         receipt: where the tokens of the prompt came from, if the server is tieredkv.
-        repeated_tokens: with how many of its tokens an earlier prompt of the session began.
+        repeated_tokens: how many of the prompt's first tokens an earlier prompt began with.
     """
 
     times_s: list[float]
@@ -100,7 +100,7 @@ async def run(
         The answers, the seconds from the start to the last one, and what failed.
     """
     bodies = [[body_of(model, turn.prompt, turn.answer_tokens) for turn in it] for it in scripts]
-    repeated = [repeated_tokens([turn.prompt for turn in script]) for script in scripts]
+    repeated = repeated_tokens([[turn.prompt for turn in script] for script in scripts])
     answers, start, took_s = list[Answer](), perf_counter(), 0.0
 
     async def hold(session: int) -> None:
@@ -126,17 +126,23 @@ async def run(
     return answers, took_s, ""
 
 
-def repeated_tokens(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Return with how many of each prompt's tokens an earlier one began; one token is left."""
-    repeated, sent = list[int](), list[Any]()
-    for prompt in map(np.array, prompts):
-        shared = [0]
-        for other in sent:
-            length = min(len(prompt), len(other))
-            differs = prompt[:length] != other[:length]
-            shared.append(int(differs.argmax()) if differs.any() else length)
-        repeated.append(min(max(shared), len(prompt) - 1))
-        sent.append(prompt)
+def repeated_tokens(sessions: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
+    """Return how many tokens each prompt shares with the start of an earlier one.
+
+    The sessions take turns one by one. At least the last token of a prompt is left.
+    """
+    repeated, sent = [list[int]() for _ in sessions], list[Any]()
+    for turn in range(max(map(len, sessions))):
+        for prompts, counts in zip(sessions, repeated, strict=True):
+            if turn >= len(prompts):
+                continue
+            prompt, shared = np.array(prompts[turn]), [0]
+            for other in sent:
+                length = min(len(prompt), len(other))
+                differs = prompt[:length] != other[:length]
+                shared.append(int(differs.argmax()) if differs.any() else length)
+            counts.append(min(max(shared), len(prompt) - 1))
+            sent.append(prompt)
     return repeated
 
 

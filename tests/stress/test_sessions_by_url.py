@@ -33,9 +33,11 @@ def test_sessions_go_on_until_the_first_one_ends(server: Server) -> None:
     assert row["hit_rate"] <= row["unbounded_hit_rate"] < 1
 
 
-def test_what_earlier_prompts_begin_with_is_counted_once() -> None:
-    prompts = [[1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 9], [7], [1, 2, 3, 4, 5], [1, 2, 3, 4]]
-    assert sessions_by_url.repeated_tokens(prompts) == [0, 3, 2, 0, 4, 3]
+def test_an_unbounded_cache_finds_the_longest_start_that_was_sent_before() -> None:
+    first = [[1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 9], [7], [1, 2, 3, 4, 5], [1, 2, 3, 4]]
+    assert sessions_by_url.repeated_tokens([first]) == [[0, 3, 2, 0, 4, 3]]
+    second = [[1, 2, 8], [1, 2, 3, 4, 6]]
+    assert sessions_by_url.repeated_tokens([first, second]) == [[0, 3, 2, 0, 4, 3], [2, 4]]
 
 
 def test_sessions_go_on_until_the_last_one_ends(server: Server) -> None:

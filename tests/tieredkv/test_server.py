@@ -428,6 +428,9 @@ def test_a_prefix_below_the_minimum_is_not_cached(
     ends = [] if kept == 0 else [WHOLE - WHOLE % 16]
     assert [claim.end_token for claim in request.claims] == ends
     assert fitted(EngineRequest(params=SamplingParams()), [1], 16, RULES).cacheable_tokens is None
+    if kept != 0:
+        [claim] = fitted(plan, [1] * length, 64, rules).claims
+        assert claim.end_token == WHOLE - WHOLE % 64
 
 
 def test_answers_to_several_prompts_become_requests_with_plans_of_their_own() -> None:

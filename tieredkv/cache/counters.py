@@ -23,7 +23,8 @@ class CacheCounters:
         overtaken_blocks: blocks that were read from disk and computed before they arrived.
         used_reads: blocks that were read from disk and then copied to VRAM.
         demotions_dropped: blocks whose demotion was given up, so that they could be evicted.
-        superseded_pages: pages of layers with windows that requests have gone on past.
+        superseded_pages: pages of layers with windows that requests have gone on past, and that no
+            other is likely to need.
         lost_blocks: blocks that the disk should have kept and that left RAM without a copy there,
             by reason: `too_slow` if a write could not be waited for, else why the store refused.
             At a stop, the reason `drain_timeout` counts blocks that no time was left for.

@@ -67,8 +67,8 @@ def tails_of(parts: Sequence[PromptPart]) -> frozenset[bytes]:
 def _text(value: Any, *, is_ordered: bool = False) -> str:
     """Return a text as it is, or JSON with a space behind each comma and colon.
 
-    NOTE: not by the standard library, which keeps the interpreter's lock for 2.4 ms for 33,000
-    token ids, while this takes 0.8.
+    NOTE: `json.dumps` holds the interpreter's lock for 2.4 ms for 33,000 token ids; msgspec holds
+    it for 0.8 ms.
     """
     if isinstance(value, str):
         return value
