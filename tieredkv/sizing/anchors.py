@@ -170,14 +170,16 @@ class Anchors:
 
     def _keep(self, chain: Sequence[int], ends: Mapping[int, int]) -> None:
         """Keep the anchors of a request, and have those evicted first that it has gone on past."""
-        changes = list[tuple[int, int, int]]()
+        changes, held = list[tuple[int, int, int]](), self._kept
         for end, block in enumerate(chain, start=1):
-            held, num_tokens = self._kept.get(block, 0), ends.get(end, 0)
+            if block not in held and end not in ends:
+                continue
+            before, num_tokens = held.get(block, 0), ends.get(end, 0)
             if self._num_continued[block] >= SEVERAL:
-                num_tokens = max(num_tokens, held)
-            if num_tokens != held:
-                self.num_made += not held
-                changes.append((num_tokens - held, end, num_tokens))
+                num_tokens = max(num_tokens, before)
+            if num_tokens != before:
+                self.num_made += not before
+                changes.append((num_tokens - before, end, num_tokens))
         passed = list[BlockHash]()
         for _, end, num_tokens in sorted(changes, reverse=True):  # those that need more come first
             passed += self._hold(chain, end, num_tokens)
@@ -185,20 +187,17 @@ class Anchors:
 
     def _hold(self, chain: Sequence[int], end: int, num_tokens: int) -> list[BlockHash]:
         """Keep the pages of so many tokens for an anchor; return those that none needs any more."""
-        before, after = (
-            dict(self._pages(chain, end, number)).keys()
-            for number in (self._kept.get(chain[end - 1], 0), num_tokens)
-        )
-        users, passed = self._num_users, list[BlockHash]()
-        users.update(after - before)
+        block, users, passed = chain[end - 1], self._num_users, list[BlockHash]()
+        held = self._kept.pop(block, 0)
+        before, after = (dict(self._pages(chain, end, count)) for count in (held, num_tokens))
+        users.update(page for page in after if page not in before)
         for page in [page for page in before if page not in after]:
             users[page] -= 1
             if not users[page]:
                 del users[page]
                 passed.append(page)
-        self._kept[chain[end - 1]] = num_tokens
-        if not num_tokens:
-            del self._kept[chain[end - 1]]
+        if num_tokens:
+            self._kept[block] = num_tokens
         return passed
 
     def _pages(
