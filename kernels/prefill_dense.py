@@ -13,7 +13,8 @@ Pieces are attended without a mask, and the results are merged by log-sum-exp. S
 plans, all made before the first request, serves every length. If a chunk does not begin at a
 multiple of STEP, the first square begins at the multiple before it, and its rows before the chunk
 are idle. Sinks are merged as one more part, whose lse is the sink and whose output is 0. Windows
-are not supported: cuDNN would compute whole squares. The host must know the lengths. This module
+are not supported: cuDNN would compute whole squares. Heads of more dims than cuDNN supports are cut
+into smaller squares, which `prefill_products` attends. The host must know the lengths. This module
 knows no batches.
 """
 
@@ -34,6 +35,10 @@ STEP = 512
 """Lengths given to cuDNN are STEP times a power of two."""
 
 MAX_SQUARE_STEPS = 64
+
+MAX_PRODUCT_STEPS = 2
+"""Steps of the longest square of `prefill_products`; its memory grows with queries times keys."""
+
 MIN_QUERY_TOKENS = 1024
 """Shortest chunk of the dense path. The paged kernel is used for shorter ones, which would be
 mostly small squares, because it shares their context among programs."""
@@ -42,7 +47,8 @@ MAX_MADE_BYTES = 256 << 20
 """Most bytes of keys and values that are made of latents at a time."""
 
 DTYPES = (torch.bfloat16, torch.float16)
-MAX_HEAD_DIM = 256
+MAX_CUDNN_DIM = 256
+MAX_PRODUCT_DIM = 512
 
 
 class RefusedError(RuntimeError):
@@ -64,9 +70,10 @@ class Partial(NamedTuple):
 @functools.cache
 def is_available(heads: Heads) -> bool:
     """Return whether the dense path works on this machine; the first call tries it."""
-    latent = heads.latent
-    dims = (heads.head_dim,) if latent is None else (latent.query_dim, latent.value_dim)
-    if heads.device.type != "cuda" or heads.dtype not in DTYPES or max(dims) > MAX_HEAD_DIM:
+    head_dim, most = heads.head_dim, MAX_PRODUCT_DIM
+    if latent := heads.latent:
+        head_dim, most = max(latent.query_dim, latent.value_dim), MAX_CUDNN_DIM
+    if heads.device.type != "cuda" or heads.dtype not in DTYPES or head_dim > most:
         return False
     try:
         _try_shape(heads, STEP, STEP, is_causal=True)
@@ -74,6 +81,10 @@ def is_available(heads: Heads) -> bool:
         logger.info("the paged kernel computes long chunks instead of cuDNN: %s", error)
         return False
     return True
+
+
+def _max_square_steps(head_dim: int) -> int:
+    return MAX_SQUARE_STEPS if head_dim <= MAX_CUDNN_DIM else MAX_PRODUCT_STEPS
 
 
 def count_queries(query_len: int, context_len: int) -> int:
@@ -118,6 +129,8 @@ def warm_up(
     if heads.latent is not None:
         most = STEP * max_made_steps(heads)
         squares, pieces = ([n for n in lengths if n <= most] for lengths in (squares, pieces))
+    elif heads.head_dim > MAX_CUDNN_DIM:  # one kernel serves all lengths
+        squares, pieces = [STEP], []
     shapes = [(n, n, True) for n in squares] + [(n, m, False) for n in squares for m in pieces]
     for done, (num_queries, num_keys, is_causal) in enumerate(shapes, 1):
         _try_shape(heads, num_queries, num_keys, is_causal=is_causal)
@@ -146,7 +159,10 @@ def _try_shape(heads: Heads, num_queries: int, num_keys: int, *, is_causal: bool
         return
     q = like.new_zeros(num_queries, heads.num_heads, heads.head_dim)
     k = like.new_zeros(num_keys, heads.num_kv_heads, heads.head_dim)
-    attend_cudnn(q, k, k, 1.0, is_causal)
+    if heads.head_dim > MAX_CUDNN_DIM:
+        triton_module("prefill_products").attend_square(q, k, k, 1.0)
+    else:
+        attend_cudnn(q, k, k, 1.0, is_causal)
 
 
 def attend_chunk(
@@ -182,11 +198,8 @@ def attend_chunk(
         rows = q.new_zeros(context_len - begin, *q.shape[1:])
         rows[prefix_len - begin :] = q
     k, v = _gather(cache, block_table, context_len)
-    for first, end in cut(begin, context_len, max_steps=MAX_SQUARE_STEPS):
-        queries = rows[first - begin : end - begin]
-        parts = [attend_cudnn(queries, k[first:end], v[first:end], scale, True)]
-        for start, stop in cut(0, first, max_steps=first // STEP):
-            parts.append(attend_cudnn(queries, k[start:stop], v[start:stop], scale, False))
+    for first, end in cut(begin, context_len, max_steps=_max_square_steps(q.shape[2])):
+        parts = _attend_square(rows[first - begin : end - begin], k[:end], v[:end], scale)
         idle = max(0, prefix_len - first)
         real = slice(idle, end - first)
         parts = [Partial(part_out[real], lse[:, real]) for part_out, lse in parts]
@@ -195,6 +208,18 @@ def attend_chunk(
             target.copy_(parts[0].out)
         else:
             triton_module("dense_kernels").merge_parts(parts, target, sinks)
+
+
+def _attend_square(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[Partial]:
+    """Attend queries, which are the last tokens of the context, to pieces of the whole context."""
+    if q.shape[2] > MAX_CUDNN_DIM:
+        parts: list[Partial] = triton_module("prefill_products").attend_square(q, k, v, scale)
+        return parts
+    first = len(k) - len(q)
+    parts = [attend_cudnn(q, k[first:], v[first:], scale, True)]
+    for start, stop in cut(0, first, max_steps=first // STEP):
+        parts.append(attend_cudnn(q, k[start:stop], v[start:stop], scale, False))
+    return parts
 
 
 def _gather(cache: LayerCache, block_table: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:

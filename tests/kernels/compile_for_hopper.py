@@ -23,6 +23,7 @@ from tieredkv.kernels import (
     latent_attention,
     latent_rotation,
     paged_attention,
+    prefill_products,
     routing,
     store_kv,
 )
@@ -41,6 +42,9 @@ POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp
 OTHER_POINTERS = {
     "partial_out_ptr": "*fp32",
     "partial_lse_ptr": "*fp32",
+    "lse_ptr": "*fp32",
+    "max_ptr": "*fp32",
+    "sum_ptr": "*fp32",
     "block_tables_ptr": "*i32",
     "plan_ptr": "*i32",
     "table_ptr": "*i32",
@@ -129,6 +133,21 @@ def compile_attention(
         dense_kernels._merge_parts_kernel,
         dtype,
         tiles | sinks | {"NUM_HEADS": num_heads, "NUM_PARTS": 4, "ROWS": 8},
+    )
+
+
+def compile_products(dtype: torch.dtype, group: int, head_dim: int) -> None:
+    sizes = {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "ROWS": prefill_products.ROWS,
+        "KEYS": prefill_products.KEYS,
+        "STEP": prefill_products.STEP,
+    }
+    own = {"DIMS": prefill_products.DIMS, "KEY_TILES": prefill_products.KEY_TILES}
+    compile_kernel(prefill_products._scores_kernel, dtype, sizes, **prefill_products.SCORES_OPTIONS)
+    compile_kernel(
+        prefill_products._values_kernel, dtype, sizes | own, **prefill_products.VALUES_OPTIONS
     )
 
 
@@ -317,6 +336,7 @@ def compile_first() -> None:
     compile_all(torch.bfloat16, 28, 4, 128)
     compile_all(torch.float32, 4, 4, 48)
     compile_all(torch.bfloat16, 16, 2, 512)
+    compile_products(torch.bfloat16, 8, 512)
     compile_attention(torch.bfloat16, 64, 8, 64, window=128, has_sinks=True)
     compile_latent_attention(torch.bfloat16, 20, Latent(512, 64, 192, 256))
     compile_latent_attention(torch.float32, 16, Latent(512, 64, 128, 128))
