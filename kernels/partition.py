@@ -203,7 +203,8 @@ def _latent_tiling(heads: Heads, *, is_narrow: bool) -> Tiling:
 
     A tile of 32 positions of 576 elements takes 36 KiB in 16 bits. With up to 32 rows, a program
     has two such tiles and its queries in 110 KiB, and an SM has two programs. With 64 rows, whose
-    sums fill the registers of 8 warps, it has one program with three tiles in 180 KiB.
+    sums fill the registers of 8 warps, it has one program with two tiles of 64 positions and its
+    queries in 216 KiB.
     """
     group, is_exact = _latent_group(heads), heads.dtype == torch.float32
     num_queries = 1 if is_narrow or is_exact else MAX_LATENT_ROWS // group
@@ -214,7 +215,9 @@ def _latent_tiling(heads: Heads, *, is_narrow: bool) -> Tiling:
     programs = max(1, programs & ~7 or programs)
     if is_exact:
         return Tiling(num_queries, row_tile, 16, 8, 1, programs, num_groups)
-    return Tiling(num_queries, row_tile, 32, 4 if is_small else 8, 5, programs, num_groups)
+    if is_small:
+        return Tiling(num_queries, row_tile, 32, 4, 5, programs, num_groups)
+    return Tiling(num_queries, row_tile, 64, 8, 2, programs, num_groups)
 
 
 def _latent_group(heads: Heads) -> int:
