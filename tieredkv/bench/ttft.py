@@ -52,6 +52,7 @@ from tieredkv.bench.sources import DiskShare, WorkerReads
 from tieredkv.bench.temporary_keys import make_place, temporary_folder, temporary_keys
 from tieredkv.cache.block import Block
 from tieredkv.cache.tail import anchor_pages
+from tieredkv.config import Settings
 from tieredkv.engine.llm import LLM
 from tieredkv.engine.loader import FoundModel, find_model
 from tieredkv.engine.parts import vram_for
@@ -275,7 +276,8 @@ def tier_sizes(lengths: list[int], repeats: int, found: FoundModel, spec: KVSpec
     beside_bytes = 3 * anchor_pages(spec) * spec.block_bytes
     longest_bytes = longest * spec.token_bytes + beside_bytes
     disk_bytes = sum(num * spec.token_bytes + beside_bytes for num in lengths) * repeats
-    vram = vram_for(spec, 2 * longest, longest) + beside_bytes
+    longest_step = min(longest, Settings().resolve_max_num_batched_tokens(found.device.type))
+    vram = vram_for(spec, 2 * longest, longest_step) + beside_bytes
     return {
         "device_size": max(MIN_RAM_BYTES, vram),
         "host_size": max(MIN_RAM_BYTES, 3 * longest_bytes // 2),
