@@ -26,6 +26,9 @@ INTERVAL = 10
 kept for it. Requests that change what was said before may go on there.
 """
 
+CLOSE_TOKENS = 10_240
+"""After so many tokens at the latest one is kept, unless what is kept for it has more bytes."""
+
 SPARE_BLOCKS = 2
 """Blocks before those that a hit needs whose pages are kept as well.
 
@@ -59,6 +62,26 @@ def tail_kinds(spec: KVSpec) -> list[TailKind]:
         made.append(TailKind(num_blocks, group, parts[window], num_parts[window]))
         parts[window] += 1
     return made
+
+
+class Interval(NamedTuple):
+    """From one of the places that are kept along a chain to the next.
+
+    Attributes:
+        num_blocks: between them.
+        is_used: whether what is kept there is used whenever its session is. If it has many bytes it
+            is not, so that a full tier loses it before what the session needs to go on.
+    """
+
+    num_blocks: int
+    is_used: bool
+
+    @classmethod
+    def of(cls, num_pages: int, block_size: int) -> Self:
+        """Return the interval of places for each of which so many further pages are kept."""
+        far = INTERVAL * num_pages  # a page has the bytes of a block
+        num_blocks = min(far, max(num_pages, CLOSE_TOKENS // block_size))
+        return cls(num_blocks, is_used=num_blocks == far)
 
 
 def hit_pages(spec: KVSpec) -> int:
@@ -124,6 +147,7 @@ class Tail(Chain):
     Attributes:
         of: the chain.
         kinds: the pages of a block.
+        interval: from one of the places that are kept along the chain to the next.
         tables: for each kind the ids of the pages that the request holds, by block; other cells
             have no meaning.
         most_end: behind how many blocks a hit may end, which leaves a token to compute.
@@ -142,6 +166,7 @@ class Tail(Chain):
 
     of: Chain
     kinds: Sequence[TailKind]
+    interval: Interval
     tables: list["array[int]"] = field(init=False)
     most_end: int = 0
     hit_end: int = 0
@@ -158,17 +183,21 @@ class Tail(Chain):
         self.tables = [array("i") for _ in self.kinds]
 
     @classmethod
-    def beside(cls, chain: Chain, kinds: Sequence[TailKind], algo: HashAlgo) -> Self:
+    def beside(
+        cls, chain: Chain, kinds: Sequence[TailKind], interval: Interval, algo: HashAlgo
+    ) -> Self:
         """Return the further pages of a chain's blocks.
 
         Args:
             chain: the chain.
             kinds: the pages of a block.
+            interval: from one of the places that are kept along the chain to the next.
             algo: which hash names the pages.
         """
         claims = [claim._replace(end=claim.end * len(kinds)) for claim in chain.claims]
         hashes: Any = PageHashes(chain, kinds, algo)  # it grows with the chain
-        return cls(chain.root, chain.namespace, hashes, claims, of=chain, kinds=kinds)
+        names = chain.root, chain.namespace, hashes
+        return cls(*names, claims, of=chain, kinds=kinds, interval=interval)
 
     def add_blocks(self, number: int) -> None:
         """Add the pages of so many more blocks."""
@@ -217,17 +246,17 @@ class Tail(Chain):
         """Of how many of the last blocks before a place pages are kept."""
         return self.num_needed + SPARE_BLOCKS
 
-    @property
-    def interval(self) -> int:
-        """A place is kept at each multiple of so many blocks."""
-        return INTERVAL * self.num_needed * len(self.kinds)
-
     def kept_within(self, first: int, end: int) -> list[int]:
         """Return those of the blocks `[first, end)` whose pages later requests may need."""
+        places = self.kept_between(first, end + self.reach - 1)
+        return sorted(self._before(places, first, end))
+
+    def _before(self, places: Iterable[int], first: int, end: int) -> set[int]:
+        """Return those of the blocks `[first, end)` whose pages are kept for these places."""
         kept = set[int]()
-        for place in self.kept_between(first, end + self.reach - 1):
+        for place in places:
             kept.update(range(max(first, place - self.reach_of(place)), min(place, end)))
-        return sorted(kept)
+        return kept
 
     def reach_of(self, place: int) -> int:
         """Return of how many of the last blocks before a place pages are kept.
@@ -239,11 +268,15 @@ class Tail(Chain):
 
     @property
     def used(self) -> list[int]:
-        """The pages that the request has found and those of its chain that are kept, ascending."""
-        end = self.found_end
-        found = range(self._first_needed(end), end)
-        blocks = sorted({*found, *self.kept_within(0, len(self.of.hashes))})
-        return [index for block in blocks for index in self.pages_of(block, block + 1)]
+        """The pages that are used now: those found, and those kept for its places, ascending.
+
+        Places at intervals count only if those are used with their session.
+        """
+        end, most = self.found_end, len(self.of.hashes)
+        is_used = self.interval.is_used
+        places = self.kept_between(0, most + self.reach - 1) if is_used else self.kept_ends
+        blocks = {*range(self._first_needed(end), end), *self._before(places, 0, most)}
+        return [index for block in sorted(blocks) for index in self.pages_of(block, block + 1)]
 
     @property
     def used_hashes(self) -> list[BlockHash]:
@@ -268,7 +301,7 @@ class Tail(Chain):
 
     def kept_between(self, first: int, end: int) -> list[int]:
         """Return behind how many blocks, more than `first` and up to `end`, requests may go on."""
-        interval = self.interval
+        interval = self.interval.num_blocks
         ends = {*self.kept_ends, *range(first - first % interval + interval, end + 1, interval)}
         return sorted(it for it in ends if first < it <= end)
 

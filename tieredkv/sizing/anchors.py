@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, cast
 
-from tieredkv.cache.tail import INTERVAL, SPARE_BLOCKS, tail_kinds
+from tieredkv.cache.tail import SPARE_BLOCKS, Interval, tail_kinds
 from tieredkv.sizing.tiers import SimulatedTiers, Source
 from tieredkv.traces import Request, Trace
 from tieredkv.types import BlockHash, KVSpec, window_blocks
@@ -46,9 +46,18 @@ class AnchorSize(NamedTuple):
         return self.needed_tokens + SPARE_BLOCKS * self.block_size
 
     @property
+    def _interval(self) -> Interval:
+        return Interval.of(self.num_kinds * self.needed_tokens // self.block_size, self.block_size)
+
+    @property
     def interval_tokens(self) -> int:
         """From one of the anchors at intervals to the next."""
-        return INTERVAL * self.num_kinds * self.needed_tokens
+        return self._interval.num_blocks * self.block_size
+
+    @property
+    def uses_intervals(self) -> bool:
+        """Whether the anchors at intervals are used whenever their conversation is."""
+        return self._interval.is_used
 
     def num_bytes(self, token_bytes: int) -> int:
         """Return the bytes of an anchor, if a token has so many in a page."""
@@ -128,6 +137,9 @@ class Anchors:
         for page, index in needed.items():
             pages_of[index][page] = None
         for end, num_tokens in ends.items():
+            is_at_interval = num_tokens < self._size.kept_tokens
+            if is_at_interval and end <= hit_end and not self._size.uses_intervals:
+                continue
             for page, index in self._pages(chain, end, num_tokens):
                 if index >= hit_end or tiers.has(page):  # those before are not computed
                     pages_of[index][page] = None
