@@ -398,26 +398,28 @@ def test_a_session_that_changes_what_was_said_goes_on_at_an_interval(
         assert usage.cached_tokens == BLOCK * interval
 
 
-def test_places_at_intervals_stay_in_full_vram_as_long_as_their_session(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_close", [False, True])
+def test_places_at_intervals_stay_in_full_vram_as_long_as_their_session_unless_they_are_close(
+    is_close: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tail, "INTERVAL", 2)
     with open_llm(folder) as llm:
         spec = llm.core.kv_spec
-        kinds = tail_kinds(spec)
-        interval = 2 * max(kind.num_blocks for kind in kinds) * len(kinds)
-    pages = 36 * (1 + len(kinds)) + 3 * anchor_pages(spec)
+    interval = 2 * hit_pages(spec)
+    monkeypatch.setattr(tail, "INTERVAL", 4 if is_close else 2)
+    monkeypatch.setattr(tail, "CLOSE_TOKENS", interval * BLOCK)
+    num_kinds = len(tail_kinds(spec))
+    pages = 36 * (1 + num_kinds) + 3 * anchor_pages(spec)
     sizes = {"device_size": 2 * pages * spec.block_bytes, "host_size": 8 * spec.block_bytes}
     talk = tokens(400, seed=80)
     with open_llm(folder, **sizes) as llm:
         for turn in range(4):
             talk += generate(llm, talk)[0] + tokens(20, seed=81 + turn)
-            for number in range(2 + len(kinds)):
+            for number in range(2 + num_kinds):
                 generate(llm, tokens(200, seed=100 + 10 * turn + number))
         assert llm.core.parts.tiers.counters.evictions["device,capacity"]
         changed = talk[: BLOCK * interval + 5] + tokens(80, seed=90)
         _, usage = generate(llm, changed)
-        assert usage.cached_tokens == BLOCK * interval
+        assert usage.cached_tokens == (0 if is_close else BLOCK * interval)
 
 
 def test_what_is_pinned_is_not_superseded(folder: Path) -> None:

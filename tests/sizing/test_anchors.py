@@ -58,6 +58,12 @@ def test_what_is_kept_for_an_anchor_follows_from_the_layers() -> None:
     assert anchor_size(KVSpec(layers=layers[:1], dtype="bfloat16", block_size=16)) is None
 
 
+def test_anchors_of_many_bytes_are_kept_nearer_and_are_not_used_with_their_conversation() -> None:
+    for num_kinds, tokens, is_used in (1, 10_240, True), (4, 10_240, False), (12, 12_288, False):
+        size = AnchorSize(num_kinds=num_kinds, window=1024, block_size=64)
+        assert (size.interval_tokens, size.uses_intervals) == (tokens, is_used)
+
+
 def test_a_turn_goes_on_behind_the_prompt_or_the_answer_before_it(tmp_path: Path) -> None:
     prompt, answer, turn = [*range(10)], [10, 11], [12, 13]
     first, second = recorded(0, prompt, answer), recorded(1, [*prompt, *answer, *turn])
@@ -111,16 +117,23 @@ def test_anchors_of_a_recorded_trace_are_those_of_its_server(tmp_path: Path) -> 
     assert [it.kept_tokens for it in anchors] == [256, 160]
 
 
-def test_an_interval_is_kept_as_long_as_the_blocks_behind_it(tmp_path: Path) -> None:
+def found_behind(lines: list[Line], last: Line, tmp_path: Path) -> int:
+    """Return how many tokens of the last request are found, in VRAM of 250 blocks."""
+    before, after = (found(some, tmp_path, device=250) for some in (lines, [*lines, last]))
+    return int(after["cached_tokens"] - before["cached_tokens"])
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_an_interval_is_kept_as_long_as_the_blocks_behind_it_if_it_is_used_with_them(
+    is_used: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AnchorSize, "uses_intervals", is_used)
     prompt = [*range(100)]
     turns = [recorded(3 * n, [*prompt, *range(100, 100 + 4 * n)]) for n in range(6)]
     others = [recorded(3 * n + 1, [*range(1000 * n + 1000, 1000 * n + 1030)]) for n in range(6)]
     changed = recorded(99, [*prompt[:85], *range(200, 220)])
     lines = sorted([*turns, *others], key=lambda it: it["timestamp"])
-    cached = [
-        found(some, tmp_path, device=250)["cached_tokens"] for some in (lines, [*lines, changed])
-    ]
-    assert cached[1] - cached[0] == 80 * 16
+    assert found_behind(lines, changed, tmp_path) == (80 * 16 if is_used else 0)
 
 
 @pytest.mark.parametrize("is_superseded", [True, False])
