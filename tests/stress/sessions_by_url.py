@@ -1,4 +1,4 @@
-"""Lets agents take turns on any server with OpenAI's completions API, as clients see it.
+"""Lets agents take turns on any server with OpenAI's API, as clients see it.
 
 \b
     python -m tests.stress.sessions_by_url --url http://localhost:8000 --server 'tieredkv, 24 GiB'
@@ -8,6 +8,10 @@ The server must already run; it may be tieredkv, vLLM or another one. The sessio
 a longer prompt. A run ends when the first session does, or with `--until last` when all have ended,
 and each further run has sessions of another seed. What a run leaves in the server's cache is of no
 use to the next one, but is still there, so that figures of an empty cache need a new server.
+
+With `--chat` they are conversations instead. Their messages, of 1,000 letters each, are in turn the
+user's and the model's, and the last one asks to go on. The server's `/tokenize` says what prompts
+they make.
 
 `cached_tokens` is what the server reports. `unbounded_hit_rate` is what a cache would find that
 keeps all tokens of all prompts for ever, if the sessions took their turns one by one. A hit is an
@@ -30,9 +34,10 @@ from tests.stress.client import served_by
 from tieredkv.bench import crowd, crowd_figures, raw
 from tieredkv.bench.sessions import MAX_PROMPT_TOKENS, Script, Shape, make_scripts
 from tieredkv.cli.bench_options import SESSIONS, with_options
-from tieredkv.http_clients import async_http_client
+from tieredkv.http_clients import async_http_client, http_client
 
 ANSWER_TIMEOUT_S = 300.0
+MESSAGE_LETTERS = 1000
 
 Row = dict[str, Any]
 
@@ -65,7 +70,7 @@ class Answer(NamedTuple):
         return self.cached_tokens > 0 and self.prompt_tokens - self.cached_tokens < crowd.HIT_TOKENS
 
 
-async def ask(http: httpx.AsyncClient, body: bytes) -> Answer:
+async def ask(http: httpx.AsyncClient, body: bytes, path: str = "/v1/completions") -> Answer:
     """Send a request for a streamed completion, and read its answer to the end.
 
     Raises:
@@ -73,7 +78,7 @@ async def ask(http: httpx.AsyncClient, body: bytes) -> Answer:
     """
     start, times_s, usage = perf_counter(), list[float](), dict[str, Any]()
     headers = {"Content-Type": "application/json"}
-    async with http.stream("POST", "/v1/completions", content=body, headers=headers) as response:
+    async with http.stream("POST", path, content=body, headers=headers) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
             if not line.startswith("data: {"):
@@ -82,7 +87,8 @@ async def ask(http: httpx.AsyncClient, body: bytes) -> Answer:
             if "error" in event:
                 raise httpx.RemoteProtocolError(str(event["error"]))
             usage = event.get("usage") or usage
-            if event.get("choices"):
+            choices = event.get("choices")
+            if choices and choices[0].get("delta", {"content": True}).get("content"):
                 times_s.append(perf_counter() - start)
     if not times_s:
         raise httpx.RemoteProtocolError("the answer had no tokens")
@@ -92,23 +98,28 @@ async def ask(http: httpx.AsyncClient, body: bytes) -> Answer:
 
 
 async def run(
-    url: str, model: str, scripts: list[Script], until: str = "first"
+    url: str, model: str, scripts: list[Script], until: str = "first", *, is_chat: bool = False
 ) -> tuple[list[Answer], float, str]:
     """Run sessions until the `first` or the `last` one has ended, or until a request fails.
 
     Returns:
         The answers, the seconds from the start to the last one, and what failed.
     """
-    bodies = [[body_of(model, turn.prompt, turn.answer_tokens) for turn in it] for it in scripts]
-    repeated = repeated_tokens([[turn.prompt for turn in script] for script in scripts])
-    answers, start, took_s = list[Answer](), perf_counter(), 0.0
+    path = "/v1/chat/completions" if is_chat else "/v1/completions"
+    make = chat_body if is_chat else body_of
+    bodies = [[make(model, turn.prompt, turn.answer_tokens) for turn in it] for it in scripts]
+    prompts: list[list[Sequence[int]]] = [[turn.prompt for turn in script] for script in scripts]
+    if is_chat:
+        prompts = [tokens_of(url, it) for it in bodies]
+    repeated, answers = repeated_tokens(prompts), list[Answer]()
+    start, took_s = perf_counter(), 0.0
 
     async def hold(session: int) -> None:
         nonlocal took_s
         turns = zip(scripts[session], bodies[session], repeated[session], strict=True)
         for turn, body, count in turns:
             await asyncio.sleep(turn.think_s)
-            answers.append((await ask(http, body))._replace(repeated_tokens=count))
+            answers.append((await ask(http, body, path))._replace(repeated_tokens=count))
             took_s = perf_counter() - start
 
     options: Row = {"timeout": ANSWER_TIMEOUT_S, "limits": httpx.Limits(max_connections=None)}
@@ -147,9 +158,31 @@ def repeated_tokens(sessions: Sequence[Sequence[Sequence[int]]]) -> list[list[in
 
 
 def body_of(model: str, prompt: Any, num_tokens: int) -> bytes:
-    asked = {"model": model, "prompt": list(prompt), "max_tokens": num_tokens, "temperature": 0}
+    return _body(model, num_tokens, prompt=list(prompt))
+
+
+def chat_body(model: str, prompt: Any, num_tokens: int) -> bytes:
+    text = "".join(chr(ord("a") + token % 26) for token in prompt)
+    starts = enumerate(range(0, len(text), MESSAGE_LETTERS))
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": text[start : start + MESSAGE_LETTERS]}
+        for i, start in starts
+    ]
+    return _body(model, num_tokens, messages=[*messages, {"role": "user", "content": "Go on."}])
+
+
+def _body(model: str, num_tokens: int, **asked: Any) -> bytes:
+    asked |= {"model": model, "max_tokens": num_tokens, "temperature": 0}
     stream = {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
     return json.dumps(asked | stream).encode()
+
+
+def tokens_of(url: str, bodies: Sequence[bytes]) -> list[Sequence[int]]:
+    """Return the token ids that a server makes of the messages of these requests."""
+    with http_client(url, timeout=ANSWER_TIMEOUT_S) as http:
+        asked = [{"messages": json.loads(body)["messages"]} for body in bodies]
+        answers = [http.post("/tokenize", json=each).raise_for_status() for each in asked]
+    return [answer.json()["tokens"] for answer in answers]
 
 
 def figures(answers: list[Answer], took_s: float) -> Row:
@@ -172,6 +205,7 @@ def figures(answers: list[Answer], took_s: float) -> Row:
 @click.option("--seed", default="0", show_default=True, help="Seeds, one run each, with commas.")
 @with_options(SESSIONS)
 @click.option("--vocab-size", default=128_000, show_default=True, help="Token ids are below it.")
+@click.option("--chat", "is_chat", is_flag=True, help="Send conversations, as above.")
 @click.option("--commit", help="Commit to report, if the source tree has no git history.")
 def main(
     url: str,
@@ -179,6 +213,7 @@ def main(
     sessions: int,
     seed: str,
     vocab_size: int,
+    is_chat: bool,
     commit: str | None,
     **options: Any,
 ) -> None:
@@ -186,7 +221,8 @@ def main(
     rows, problems = list[Row](), list[str]()
     for each in map(int, seed.split(",")):
         scripts = make_scripts(sessions, each, shape, MAX_PROMPT_TOKENS, vocab_size)
-        answers, took_s, problem = asyncio.run(run(url, model, scripts, shape.until))
+        served = run(url, model, scripts, shape.until, is_chat=is_chat)
+        answers, took_s, problem = asyncio.run(served)
         problems += [f"seed {each}: {problem}"] if problem else []
         if not answers:
             continue

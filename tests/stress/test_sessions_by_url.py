@@ -33,6 +33,21 @@ def test_sessions_go_on_until_the_first_one_ends(server: Server) -> None:
     assert row["hit_rate"] <= row["unbounded_hit_rate"] < 1
 
 
+def test_conversations_are_found_again_as_far_as_their_messages_are_the_same(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions_by_url, "MESSAGE_LETTERS", 40)
+    scripts = make_scripts(2, 0, SHAPE, MAX_PROMPT_TOKENS // 2, 250)
+    served = sessions_by_url.run(server.root, "tiny-random", scripts, "last", is_chat=True)
+    answers, took_s, problem = asyncio.run(served)
+    assert not problem
+    assert len(answers) == 2 * SHAPE.turns
+    longest = max(len(turn.prompt) for script in scripts for turn in script)
+    assert longest < max(answer.prompt_tokens for answer in answers)
+    row = sessions_by_url.figures(answers, took_s)
+    assert 0 < row["hit_rate"] <= row["unbounded_hit_rate"] < 1
+
+
 def test_an_unbounded_cache_finds_the_longest_start_that_was_sent_before() -> None:
     first = [[1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 9], [7], [1, 2, 3, 4, 5], [1, 2, 3, 4]]
     assert sessions_by_url.repeated_tokens([first]) == [[0, 3, 2, 0, 4, 3]]
