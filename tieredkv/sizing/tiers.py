@@ -22,14 +22,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-import msgspec
-
 from tieredkv.cache.block import Block
 from tieredkv.cache.pool import BlockPool
 from tieredkv.errors import IntegrityError
 from tieredkv.retention import RetentionPolicies
 from tieredkv.sizing.disk import SimulatedClock
-from tieredkv.tier import BackingTier, BlockLife, Gone, Lent, Loaded, Stored, TouchItem
+from tieredkv.sizing.life import Life, lent
+from tieredkv.tier import BackingTier, BlockLife, Gone, Loaded, Stored, TouchItem
 from tieredkv.types import BlockHash, Tier
 
 Hashes = Sequence[BlockHash]
@@ -54,27 +53,6 @@ class Capacity:
 
 Source = Tier | None
 """The tier that has a block; None if it has to be computed."""
-
-
-class Life(msgspec.Struct, gc=False):
-    """A block and its times.
-
-    Attributes:
-        block_hash: the block.
-        position: index of the block in its prompt.
-        computed_at, last_used: as of a `catalog.Entry`.
-        expires_at: when it becomes unreachable on disk; 0.0 if it may not go there.
-        claims: as of a `catalog.Entry`.
-        is_on_disk: whether the disk has stored it, and has not told that it is gone.
-    """
-
-    block_hash: BlockHash
-    position: int
-    computed_at: float
-    last_used: float
-    expires_at: float
-    claims: frozenset[str] = frozenset()
-    is_on_disk: bool = False
 
 
 class SimulatedTiers:
@@ -443,7 +421,7 @@ class SimulatedTiers:
         """Read blocks from disk by their indices; return the indices of those that it lacks."""
         assert self.disk is not None
         lives = [self._lives[hashes[i]] for i in indices]
-        self.disk.load(_lent(lives, [None] * len(lives)))
+        self.disk.load(lent(lives, [None] * len(lives)))
         lost = self._hear(lives)
         for page in lost:
             lives[page].is_on_disk = False
@@ -469,7 +447,7 @@ class SimulatedTiers:
                     last_used=each.last_used,
                 )
             stored.append(life)
-        self.disk.store(_lent(some, stored))
+        self.disk.store(lent(some, stored))
         refused = [some[page] for page in self._hear(some)]
         self._forget([life for life in refused if not self._is_in_ram(life.block_hash)])
 
@@ -597,20 +575,3 @@ class SimulatedTiers:
             for block in pool.evictable() if pool is not None else ():
                 if block.block_hash is None or block.block_hash not in self._lives:
                     raise IntegrityError(f"block {block.block_hash!r} is in a tier without a life")
-
-
-def _lent(some: Sequence[Life], stored: Sequence[BlockLife | None]) -> list[Lent]:
-    """Return pages for blocks; a trace tells no more of a block than its hash and its place."""
-    return [
-        Lent(
-            page_id=page,
-            block_hash=life.block_hash,
-            root=b"",
-            parent_hash=b"",
-            position=life.position,
-            namespace=b"",
-            size_bytes=1,
-            life=each,
-        )
-        for page, (life, each) in enumerate(zip(some, stored, strict=True))
-    ]
