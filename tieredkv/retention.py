@@ -126,6 +126,10 @@ class RetentionPolicies:
             may = self._of_disk[claims] = [policy for policy in policies if policy.may_use_disk]
         return max([policy.deadline(*times) for policy in may], default=None)
 
+    def without_disk(self, claims: frozenset[str]) -> frozenset[str]:
+        """Return the claims that do not allow the disk, or all if each one does."""
+        return frozenset(it for it in claims if not self._policies[it].may_use_disk) or claims
+
     def tiers(self, claims: frozenset[str]) -> frozenset[Tier]:
         """Return the tiers that a policy among the claims lets a block into."""
         found = self._tiers.get(claims)

@@ -13,6 +13,7 @@ from tieredkv.cache.disk_link import MIN_WRITES
 from tieredkv.cache.tiers import Tiers
 from tieredkv.pieces import whole
 from tieredkv.retention import DEFAULT_POLICIES, IN_MEMORY, RetentionPolicy
+from tieredkv.tier import TierFigures
 from tieredkv.types import BlockHash, Tier
 
 pytestmark = pytest.mark.usefixtures("each_tier")
@@ -231,6 +232,20 @@ def test_blocks_whose_claim_on_the_disk_has_ended_are_not_written_early() -> Non
     rig.turn(4)
     assert rig.store.stored == []
     assert rig.tiers.owed_bytes <= 4 * BLOCK_BYTES
+
+
+def test_a_claim_on_the_disk_that_has_ended_is_over_if_the_clock_is_set_back() -> None:
+    short = RetentionPolicy(name="short", idle_s=20.0, absolute_s=20.0, tiers=frozenset(Tier))
+    rig = Rig(num_blocks=4, num_pages=1, policies=(*DEFAULT_POLICIES, short))
+    rig.store.reason = "full"
+    rig.run("a", 4, "short")
+    rig.run("a", 4, "in_memory")
+    rig.clock.moment += 30.0
+    rig.turn()
+    rig.clock.moment -= 20.0
+    rig.check()
+    assert rig.run("b", 4) == 4, "their room is free"
+    rig.check_nothing_is_held()
 
 
 def test_blocks_that_the_store_refuses_are_not_tried_again_and_again() -> None:
@@ -568,6 +583,21 @@ def test_a_drain_writes_newest_chains_first_and_their_heads_first() -> None:
     rig.run("ram", 2, "in_memory")
     assert rig.cache.drain(30.0).num_late == 0
     assert rig.store.stored == chain_of("new", 3) + chain_of("old", 3)
+
+
+def test_a_drain_leaves_out_what_a_small_disk_has_no_room_for_beside_newer_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(num_blocks=16, num_pages=16)
+    for name in ("old", "middle", "new"):
+        rig.run(name, 3)
+        rig.clock.moment += 1
+    figures = TierFigures(bytes_budget=5 * BLOCK_BYTES)
+    monkeypatch.setattr(rig.store, "stats", lambda: figures)
+    drained = rig.cache.drain(30.0)
+    assert (drained.num_late, drained.num_refused) == (0, 0)
+    assert rig.store.stored == chain_of("new", 3) + chain_of("middle", 2)
+    assert not rig.tiers.counters.lost_blocks
 
 
 def test_a_drain_writes_the_head_of_a_chain_before_what_was_generated_behind_it() -> None:

@@ -99,6 +99,21 @@ def test_what_has_left_the_disk_is_not_read() -> None:
     rig.check_nothing_is_held()
 
 
+def test_what_the_disk_has_evicted_is_owed_again_once_it_is_used_in_memory() -> None:
+    rig = told(num_blocks=16, num_pages=16, is_write_behind=True)
+    rig.run("b", 3)
+    assert rig.cache.flush(Tier.HOST, deadline=time.monotonic() + 30.0)
+    assert rig.cache.drain(30.0).num_late == 0
+    assert rig.on_disk("b", 3) == [0, 1, 2]
+    rig.store.lose(chain_of("b", 3)[1:])
+    rig.cache.poll()
+    assert not rig.tiers.catalog.owed, "or a small disk would be written for ever"
+    assert rig.run("b", 3) == 0
+    assert rig.cache.drain(30.0).num_late == 0
+    assert rig.on_disk("b", 3) == [0, 1, 2]
+    rig.check_nothing_is_held()
+
+
 def test_a_block_that_the_disk_does_not_have_after_all_is_a_miss_and_is_not_tried_again() -> None:
     rig = told()
     del rig.store.blocks[chain_of("a", 4)[3]]

@@ -464,8 +464,9 @@ class Catalog:
                 entry.pinned_until = 0.0
                 self.pinned.discard(entry.block_hash)
             is_owed_no_more = entry.block_hash in self.owed and not self.disk_deadline(entry, now)
-            if is_owed_no_more:
+            if is_owed_no_more:  # for good, even if the clock is set back
                 self._forget_owed(entry.block_hash)
+                entry.claims = self._policies.without_disk(entry.claims)
             if self.is_expired(entry, now):
                 due.expired.append(entry)
                 continue

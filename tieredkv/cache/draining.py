@@ -77,7 +77,8 @@ class Drainer:
     ) -> Drained:
         """Write all blocks that are owed to the disk: the newest chains first, each from its head.
 
-        Then wait for the copies under way.
+        What the disk has no room for beside newer blocks is not written, since it would have them
+        evicted, and is not lost: it counts as evicted. Then wait for the copies under way.
 
         Args:
             timeout_s: for how long to write at most.
@@ -90,9 +91,14 @@ class Drainer:
         tiers, demoter, owed = self._tiers, self._demoter, self._tiers.catalog.owed
         deadline = time.monotonic() + timeout_s
         tiers.recheck(tiers.catalog.try_again())
-        entries = self._owed()
+        newest, budget = self._newest(), tiers.store.stats().bytes_budget if tiers.store else 0
+        fitting = budget // tiers.payload_bytes if budget else len(newest)
+        entries = [it for it in newest[:fitting] if tiers.is_owed_to_disk(it.block_hash)]
+        too_many = [it for it in newest[fitting:] if tiers.is_owed_to_disk(it.block_hash)]
         for entry in reversed(entries):
             owed.move_to_end(entry.block_hash, last=False)
+        for entry in too_many:
+            tiers.catalog.give_up(entry)
         demoter.is_draining = True
         while not demoter.is_idle and time.monotonic() < deadline:
             self._poll()
@@ -101,7 +107,9 @@ class Drainer:
             progress("writing to disk", max(0, len(entries) - len(owed)), len(entries))
             time.sleep(POLL_S)
         demoter.is_draining = False
+        evicted = {entry.block_hash for entry in too_many}
         left = [entry for entry in tiers.catalog.entries() if tiers.is_promised(entry)]
+        left = [entry for entry in left if entry.block_hash not in evicted]
         refusals = Counter(entry.refusal for entry in left if entry.refusal)
         num_refused, lost = refusals.total(), tiers.counters.lost_blocks
         num_late = len(left) - num_refused
@@ -115,10 +123,10 @@ class Drainer:
         tiers.events.flush()
         return Drained(num_late, num_refused, why)
 
-    def _owed(self) -> list[Entry]:
-        """Return what is owed to the disk: the newest chains first, each from its head."""
-        entries = self._tiers.catalog.entries()
-        entries = [entry for entry in entries if self._tiers.is_owed_to_disk(entry.block_hash)]
+    def _newest(self) -> list[Entry]:
+        """Return what the disk has or is owed: the newest chains first, each from its head."""
+        entries, is_owed = self._tiers.catalog.entries(), self._tiers.is_owed_to_disk
+        entries = [it for it in entries if it.is_on_disk or is_owed(it.block_hash)]
         recency = {entry.block_hash: entry.last_used for entry in entries}
         for entry in sorted(entries, key=lambda entry: -entry.position):
             if entry.parent_hash in recency:  # a chain is as new as its newest block

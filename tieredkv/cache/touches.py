@@ -6,6 +6,7 @@ microseconds. So this is done after a request's first token, some blocks beside 
 Called by the engine's thread only.
 """
 
+import itertools
 from collections.abc import Sequence
 
 from tieredkv.cache.catalog import Entry
@@ -63,5 +64,18 @@ class Touches:
                     entries.append(entry)
             tiers.recheck(tiers.catalog.claim(entries, claim.retentions, now, claim.pinned_until))
             on_disk = [it for it in entries if it.is_on_disk and not self._lives.is_age_unknown(it)]
-            tiers.disk_link.touch(tiers.catalog.touch_items(on_disk, now))
+            tiers.disk_link.touch(tiers.catalog.touch_items(self._kept(on_disk, now), now))
             self._demoter.note_computed(entry for entry in entries if not entry.is_on_disk)
+
+    def _kept(self, entries: Sequence[Entry], now: float) -> Sequence[Entry]:
+        """Return those that the disk has; as they are used now, it is owed the others again.
+
+        It is not owed what it has evicted before, or a small disk would write for ever.
+        """
+        presence = self._tiers.presence
+        if not (entries and presence.is_whole):
+            return entries
+        is_there = presence.has([entry.block_hash for entry in entries], now)
+        for entry in itertools.compress(entries, ~is_there):
+            self._tiers.note_not_on_disk(entry)
+        return [*itertools.compress(entries, is_there)]
