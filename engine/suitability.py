@@ -47,6 +47,9 @@ _SUPPORTED_OPTIONS = frozenset({"sliding_window", "s_aux"})
 
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 
+_POSITIVE = ("max_position_embeddings", "num_experts_per_tok", "query_pre_attn_scalar")
+"""Numbers of which 0 or less is seen only once the weights are there, or by no one."""
+
 _PARTIAL_LAYERS = frozenset({"sliding_attention", "chunked_attention"})
 """The layer types that attend to part of a long context only."""
 
@@ -90,6 +93,10 @@ def _config_reasons(config: PreTrainedConfig, kind: str, context_len: int) -> Re
     yield not is_known, f"transformers has no causal language model of type `{kind}`"
     files = told("transformers_weights")
     yield files, f"`transformers_weights` = {files} in config.json is not supported"
+    for field in _POSITIVE:
+        number = told(field)
+        what = f"`{field}` = {number} in config.json is not a positive number"
+        yield isinstance(number, int | float) and number <= 0, what
     for field in _ACTIVATIONS:
         name = told(field)
         known = ", ".join(f"`{each}`" for each in get_close_matches(str(name), ACT2FN, cutoff=0))

@@ -55,7 +55,7 @@ def find_weight_files(name: str, folder: Path) -> list[Path]:
     """List the safetensors files of a checkpoint, which must all be there.
 
     Raises:
-        ModelError: there are none, or one is missing.
+        ModelError: there are none, or one is missing or lies elsewhere.
     """
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
@@ -66,6 +66,8 @@ def find_weight_files(name: str, folder: Path) -> list[Path]:
         raise refused(name, f"`{folder}` has no model.safetensors; {others}")
     with refusing(name, f"`{index}` cannot be read"):
         shards = sorted({*msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()})
+    if outside := [shard for shard in shards if Path(shard).name != shard]:
+        raise refused(name, f"`{index}` names `{outside[0]}`, which is no file of its folder")
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
         what = f"{len(missing)} of {len(shards)} weight files are missing from `{folder}`"

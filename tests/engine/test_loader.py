@@ -131,6 +131,12 @@ def damage_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def damage_index_folder(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "../model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def damage_index_json(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text('{"weight_map": 5}')
@@ -180,6 +186,7 @@ def damage_pointer(folder: Path) -> None:
         damage_weights,
         damage_pointer,
         damage_index,
+        damage_index_folder,
         damage_index_json,
         damage_tokenizer,
         damage_tokenizer_settings,

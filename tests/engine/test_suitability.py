@@ -43,6 +43,9 @@ def examine(
     [
         ("mistral", {"sliding_window": 0}),
         ("gemma3_text", {"sliding_window": None}),
+        ("gemma3_text", {"query_pre_attn_scalar": -1}),
+        ("llama", {"max_position_embeddings": 0}),
+        ("qwen3_moe", {"num_experts_per_tok": 0}),
         ("gemma2", {"layer_types": FULL}),
         ("deepseek_v32", {"num_key_value_heads": 4}),
         ("qwen3_next", {}),
