@@ -11,6 +11,7 @@ from tieredkv.storage.extents.room import Room
 from tieredkv.storage.extents.space import Space
 from tieredkv.storage.folder.folder import StoreFolder
 from tieredkv.storage.index.environment import Index
+from tieredkv.storage.keys.names import Names
 from tieredkv.storage.keys.use import KeyUse
 
 
@@ -59,6 +60,6 @@ class Parts:
         payloads = Payloads(files, key_use.living, index.retentions)
         space = Space(folder, files, budget_bytes)
         allocator = ExtentAllocator(files, space, failpoint)
-        room = Room(index, payloads, allocator, clock, failpoint)
+        room = Room(index, payloads, allocator, clock, failpoint, Names(key_use.names_key))
         outer = (payloads, space, allocator, room, failpoint)
         return cls(clock, folder, index, key_use, files, *outer)

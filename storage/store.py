@@ -334,7 +334,7 @@ class Store:
             if self._is_as_good(old, record, now):
                 self._refresh(txn, old, record)
                 return old.extent
-            self._room.drop(txn, old, "replaced")
+            self._room.drop_alone(txn, old, "replaced")
         txn.insert(new)
         txn.drop_extent("pending", new.extent)
         times = {"computed_at": record.computed_at, "expires_at": record.expires_at}
@@ -387,16 +387,21 @@ class Store:
     # --- dropping -----------------------------------------------------------------------------
 
     @owned_by("thread")
-    def drop(self, hashes: Sequence[bytes], reason: str) -> int:
-        """Drop blocks and return how many; the next sweep erases extents not reused by then."""
-        num_dropped, now = 0, self._clock.now()
+    def drop(self, hashes: Sequence[bytes], reason: str) -> list[Located]:
+        """Drop blocks with their further pages, and return them all.
+
+        The next sweep erases extents that are not reused by then.
+        """
+        dropped, now = list[Located](), self._clock.now()
         for batch in batches(hashes):
             doomed = [(None, block_hash) for block_hash in batch]
-            num_dropped += self._drop(doomed, reason, now)
-        self._deleted[reason] += num_dropped
-        return num_dropped
+            dropped += self._drop(doomed, reason, now)
+        self._deleted[reason] += len(dropped)
+        return dropped
 
-    def _drop(self, doomed: Sequence[tuple[bytes | None, bytes]], reason: str, now: float) -> int:
+    def _drop(
+        self, doomed: Sequence[tuple[bytes | None, bytes]], reason: str, now: float
+    ) -> list[Located]:
         """Drop a batch of blocks; if that fails, as on a full disk, try once more."""
         try:
             return self._drop_batch(doomed, reason, now)
@@ -406,23 +411,23 @@ class Store:
 
     def _drop_batch(
         self, doomed: Sequence[tuple[bytes | None, bytes]], reason: str, now: float
-    ) -> int:
+    ) -> list[Located]:
         """Drop blocks; a block given with an `expiry` key is kept if its key has changed."""
-        num_dropped = 0
+        dropped = list[Located]()
         with self._changing() as txn:
             for key, block_hash in doomed:
                 located = self._get(txn, block_hash)
                 if located is not None and key in (None, expiry_key(located.record)):
-                    self._room.drop(txn, located, reason)
-                    num_dropped += 1
-                    if key is not None:
-                        txn.meta.lifetimes.note_expired(located.record.retention, now)
+                    gone = self._room.drop(txn, located, reason)
+                    dropped += gone
+                    for each in gone if key is not None else ():
+                        txn.meta.lifetimes.note_expired(each.record.retention, now)
                 elif key is not None:
                     txn.drop_expiry_key(key)
             txn.saw_time(now)
             self.parts.failpoint("delete:before")
         self.parts.failpoint("delete:done")
-        return num_dropped
+        return dropped
 
     @owned_by("thread")
     def drop_bad(self, located: Located) -> None:
@@ -454,7 +459,7 @@ class Store:
             if due == before:  # a page is damaged: keys that the walk finds cannot be deleted
                 self.ask_for_rebuild()
                 break
-            self._num_expired += self._drop(due, "expired", now)
+            self._num_expired += len(self._drop(due, "expired", now))
             yield
         failed = yield from self.clearing()  # this makes room for a rebuild
         with self._index.reading() as txn:

@@ -14,9 +14,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from tieredkv.hashing import ModelIdentity
-from tieredkv.storage.client.names import Names
 from tieredkv.storage.client.supervisor import Supervisor
 from tieredkv.storage.format.record import times_of
+from tieredkv.storage.keys.names import Names
 from tieredkv.storage.messages import engine as messages
 from tieredkv.storage.messages.operator import EngineAnswer
 from tieredkv.storage.options import StoreOptions

@@ -22,6 +22,7 @@ from tieredkv.storage.format.record import Extent, Located
 from tieredkv.storage.index.entries import extent_key
 from tieredkv.storage.index.environment import Index
 from tieredkv.storage.index.transaction import TXN_BLOCKS, Changes, IndexTxn, batches
+from tieredkv.storage.keys.names import Names
 from tieredkv.storage.ownership import owned_by
 
 _ERASING_S = 0.01  # of one step
@@ -37,7 +38,8 @@ class Room:
     """Keeps what files occupy within the budget; only the thread that changes the index uses it.
 
     A tenant with a share of the budget keeps that much when other tenants need room; see
-    `tieredkv.storage.extents.tenants`.
+    `tieredkv.storage.extents.tenants`. A block that leaves takes along its further pages, those of
+    layers with windows: no chain leads to them without it.
 
     Attributes:
         tenants: decides whose blocks are evicted.
@@ -50,6 +52,7 @@ class Room:
     allocator: ExtentAllocator
     clock: Clock
     failpoint: Callable[[str], None]
+    names: Names
     tenants: Tenants = field(default_factory=Tenants)
     num_evicted: int = 0
     changes: Changes | None = None
@@ -94,8 +97,19 @@ class Room:
         self._space.measure()
 
     @owned_by("index.thread")
-    def drop(self, txn: IndexTxn, located: Located, reason: str) -> None:
-        """Drop a block's entry and mark its extent as dirty, if that extent exists.
+    def drop(self, txn: IndexTxn, located: Located, reason: str) -> list[Located]:
+        """Drop a block and its further pages; return what was dropped."""
+        dropped, record = [located], located.record
+        if record.kind == 0 and (kinds := txn.meta.page_kinds):
+            pages = map(txn.sound, self.names.of_pages(record.block_hash, [*kinds]))
+            dropped += [page for page in pages if page is not None]
+        for each in dropped:
+            self.drop_alone(txn, each, reason)
+        return dropped
+
+    @owned_by("index.thread")
+    def drop_alone(self, txn: IndexTxn, located: Located, reason: str) -> None:
+        """Drop one entry and mark its extent as dirty, if that extent exists.
 
         If the last transaction lacked room, the extent is erased first, which makes room. A crash
         between the two steps leaves an entry whose payload fails its checksum; it is a miss.
@@ -306,7 +320,7 @@ class Room:
     def _evict(
         self, txn: IndexTxn, needed_bytes: int, asked: Mapping[bytes, int] = MappingProxyType({})
     ) -> int:
-        """Drop blocks with `needed_bytes` of extents, up to `TXN_BLOCKS`; return how many.
+        """Drop blocks with `needed_bytes` of extents, up to `TXN_BLOCKS`; return how many entries.
 
         Extents of every size count, because their space can be given back. `asked` has how many
         bytes of extents each tenant asks for.
@@ -324,10 +338,13 @@ class Room:
             victims = self.tenants.choose(txn, needed_bytes, asked, self._space.most_bytes)
         if not victims and txn.meta.totals.num_blocks:
             txn.meta.needs_rebuild = True  # blocks are stored, but their `lru` keys are lost
+        dropped = dict[bytes, Located]()
         for located in victims:
-            self.drop(txn, located, "capacity")
-        self.note_evicted(txn, victims)
-        return len(victims)
+            if located.record.block_hash not in dropped:  # it may be a page of one before it
+                gone = self.drop(txn, located, "capacity")
+                dropped |= {each.record.block_hash: each for each in gone}
+        self.note_evicted(txn, [*dropped.values()])
+        return len(dropped)
 
     @owned_by("index.thread")
     def note_evicted(self, txn: IndexTxn, victims: Sequence[Located]) -> None:

@@ -86,6 +86,7 @@ class Meta(msgspec.Struct):
         lifetimes: what was written lately, and the ages of blocks that were evicted.
         num_encrypted: how many of the blocks are encrypted.
         windows: how much of the totals is pages of layers with windows.
+        page_kinds: kind and part of each such page that the store ever had.
     """
 
     format: int = 0
@@ -98,6 +99,7 @@ class Meta(msgspec.Struct):
     lifetimes: LifetimeCounts = msgspec.field(default_factory=LifetimeCounts)
     num_encrypted: Counted = 0
     windows: Totals = Totals(0, 0)
+    page_kinds: set[tuple[int, int]] = set()
 
 
 Value = TypeVar("Value")

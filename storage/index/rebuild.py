@@ -22,7 +22,7 @@ from tieredkv.storage.folder.filesystem import lack_of_room
 from tieredkv.storage.format.record import FORMAT_VERSION, Extent, Located, is_encrypted, scope_of
 from tieredkv.storage.index.entries import SegmentState, Totals
 from tieredkv.storage.index.environment import PAGE_BYTES, Index
-from tieredkv.storage.index.transaction import TXN_BLOCKS, IndexTxn
+from tieredkv.storage.index.transaction import DAMAGED, TXN_BLOCKS, IndexTxn
 from tieredkv.storage.parts import Parts
 
 logger = logging.getLogger(__name__)
@@ -135,6 +135,18 @@ def _fill(
                 times = ((each.record.computed_at, each.record.last_used) for each in stored)
                 txn.saw_time(max(chain.from_iterable(times), default=0.0))
                 parts.failpoint("adopt:before")
+    _drop_strays(draft)
+
+
+def _drop_strays(draft: Index) -> None:
+    """Drop the further pages of blocks that the new index lacks, as damaged or evicted ones."""
+    with draft.reading() as txn:
+        walk = txn.blocks() if txn.meta.windows.num_blocks else ()
+        strays = [it for _, it in walk if it is not None and txn.is_stray(it)]
+    for some in cut(strays, TXN_BLOCKS):
+        with draft.writing() as txn:
+            for each in some:
+                txn.remove(each, DAMAGED)
 
 
 def _add(txn: IndexTxn, found: Sequence[Located], extents: Sequence[Extent]) -> None:

@@ -49,7 +49,7 @@ from tieredkv.storage.index.entries import (
 from tieredkv.types import TENANT_BYTES
 
 TXN_BLOCKS = 64
-"""How many blocks one transaction changes at most."""
+"""How many blocks one transaction changes at most, pages that leave with their block left out."""
 
 MAX_KEY_BYTES = 256  # no key of the index is longer
 _NUM_FIXED_PAGES = 3  # two meta pages and one page with the databases' names
@@ -144,6 +144,11 @@ class IndexTxn:
         with suppress(CorruptBlockError):
             return self.get(block_hash)
         return None
+
+    def is_stray(self, located: Located) -> bool:
+        """Return whether an entry is a further page of a block that is not stored."""
+        parent = located.record.parent_hash
+        return located.record.kind > 0 and self._txn.get(parent, db=self._blocks) is None
 
     def find(self, hashes: Sequence[bytes], now: float) -> tuple[dict[bytes, bytes], list[bytes]]:
         """Return the sealed records that have not expired, and the hashes of damaged ones.
@@ -411,6 +416,7 @@ class IndexTxn:
         self._new_bytes[namespace] += sign * located.payload_bytes
         if located.record.kind:
             self.meta.windows = self.meta.windows.plus(sign, sign * located.payload_bytes)
+            self.meta.page_kinds.add((located.record.kind, located.record.part))
         if is_encrypted(located.codec):
             self._new_encrypted[scope_of(located.record)] += sign
 

@@ -2,7 +2,7 @@
 
 Each message is one tagged struct, framed by `tieredkv.wire.channel`. This module knows only the
 shapes of messages; `client` and `worker` know who answers what, and when. Here, all hashes of
-blocks and of their parents are names: see `storage.client.names`. A `Held` has more bytes of each
+blocks and of their parents are names: see `storage.keys.names`. A `Held` has more bytes of each
 name of an encrypted store, since fewer cannot be turned back.
 """
 

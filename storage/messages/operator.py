@@ -76,7 +76,8 @@ class Delete(Question, frozen=True, kw_only=True, tag="delete"):
 class Verify(Question, frozen=True, kw_only=True, tag="verify"):
     """Check the whole store, by any number of `Checked` that add up; then `Done`.
 
-    Every payload is compared with its checksum, then the index with itself. With `erased_key` or
+    Every payload is compared with its checksum, then the index with itself. Pages of layers with
+    windows are looked for whose block is not there. With `erased_key` or
     `erased_namespace` the worker looks for what should be erased instead.
 
     Attributes:
@@ -170,12 +171,14 @@ class Checked(msgspec.Struct, frozen=True, array_like=True, tag="checked"):
         checked: blocks or extents that were read.
         by_reason: bad blocks by the reason.
         repaired: how many of these were repaired.
+        stray_pages: pages of layers with windows whose block is not there.
         keys, blocks, extents: what is left that should be erased.
     """
 
     checked: int = 0
     by_reason: dict[str, int] = {}
     repaired: int = 0
+    stray_pages: int = 0
     keys: int = 0
     blocks: int = 0
     extents: int = 0

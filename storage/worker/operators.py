@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -48,6 +48,7 @@ from tieredkv.storage.worker.steps import (
     checking_index,
     deleting,
     is_of_whole_namespaces,
+    taking_strays,
     walking,
 )
 from tieredkv.tier import ControlRequest
@@ -65,6 +66,14 @@ _DAMAGE = (CorruptIndexError, StoreFailedError)
 
 Result = TypeVar("Result")
 Hand = Callable[[Callable[[], None]], object]
+
+
+class _Seen(NamedTuple):
+    """A block, or None for a damaged record; whether its entries are whole; see `is_stray`."""
+
+    located: Located | None
+    is_whole: bool
+    is_stray: bool
 
 
 def _do_at_once(call: Callable[[], object]) -> None:
@@ -207,7 +216,11 @@ class Operators:
 
     def _verify(self, asked: messages.Verify, caller: Caller) -> Iterator[messages.Checked]:
         """Check every payload, or a sample, then the index against itself."""
-        is_whole, last = yield from self._compare(asked, b"", caller)
+        is_whole, last, strays = yield from self._compare(asked, b"", caller)
+        if strays:
+            self._settle(caller)  # their blocks may have been under way
+            taking = taking_strays(self.store, strays, repair=asked.repair)
+            yield messages.Checked(stray_pages=self._finish(taking, caller))
         steps = checking_index(self.store, is_whole=is_whole, repair=asked.repair)
         if not self._finish(steps, caller):
             yield messages.Checked(by_reason={"index": 1}, repaired=int(asked.repair))
@@ -216,16 +229,19 @@ class Operators:
 
     def _compare(
         self, asked: messages.Verify, last: bytes, caller: Caller
-    ) -> Generator[messages.Checked, None, tuple[bool, bytes]]:
+    ) -> Generator[messages.Checked, None, tuple[bool, bytes, list[bytes]]]:
         """Compare the payloads of the blocks behind a name with their checksums.
 
-        Returns whether the entries of these blocks were whole, and the name of the last one.
+        Returns whether the entries of these blocks were whole, the name of the last one, and those
+        of pages whose block is not there.
         """
+        strays = list[bytes]()
         are_whole, page, checked, by_reason, repaired = True, memoryview(b""), 0, Counter[str](), 0
         told_at = time.monotonic()
         try:
-            for entries in walking(self._index, _whole_blocks, last, self.give_way):
-                for _, (located, is_whole) in entries:
+            for entries in walking(self._index, _seen_blocks, last, self.give_way):
+                for name, (located, is_whole, is_stray) in entries:
+                    strays += [name] if is_stray else []
                     if time.monotonic() - told_at > _TOLD_S:
                         yield messages.Checked(checked, dict(by_reason), repaired)
                         checked, by_reason, repaired = 0, Counter[str](), 0
@@ -245,7 +261,7 @@ class Operators:
         except DisorderError:
             self._at_once(self.store.ask_for_rebuild, caller)
         yield messages.Checked(checked, dict(by_reason), repaired)
-        return are_whole, last
+        return are_whole, last, strays
 
     def _has_expired(self, located: Located | None) -> bool:
         return located is not None and self._parts.clock.now() >= located.record.expires_at
@@ -401,10 +417,15 @@ def _some_records(txn: IndexTxn, start: bytes) -> list[tuple[bytes, bytes]]:
     return [*islice(txn.records(start), _ROWS_A_STEP)]
 
 
-def _whole_blocks(txn: IndexTxn, start: bytes) -> list[tuple[bytes, tuple[Located | None, bool]]]:
-    """Read some blocks and whether they are whole; in one state of the index, as it may change."""
-    entries = txn.some_blocks(start)
-    return [(name, (it, it is not None and txn.is_whole(it))) for name, it in entries]
+def _seen_blocks(txn: IndexTxn, start: bytes) -> list[tuple[bytes, _Seen]]:
+    """Read some blocks and how they are in one state of the index, as it may change."""
+
+    def seen(located: Located | None) -> _Seen:
+        if located is None:
+            return _Seen(None, is_whole=False, is_stray=False)
+        return _Seen(located, txn.is_whole(located), txn.is_stray(located))
+
+    return [(name, seen(located)) for name, located in txn.some_blocks(start)]
 
 
 def sound_records(entries: Sequence[tuple[bytes, bytes]]) -> bytes:

@@ -140,12 +140,12 @@ def deleting(store: Store, asked: Delete) -> Pieces[Deleted]:
     try:
         for entries in walk if asked.starts is None else _named(index, asked.starts):
             doomed = [it for _, it in entries if it is not None and is_meant(it)]
+            if doomed and not asked.dry_run:
+                doomed = store.drop([it.record.block_hash for it in doomed], OPERATOR)
+                key_ids |= key_use.ids_of(doomed)
             counted = [it for it in doomed if asked.expired or it.record.expires_at > now]
             freed_bytes += sum(it.extent_bytes for it in counted)
             num_blocks += len(counted)
-            if doomed and not asked.dry_run:
-                key_ids |= key_use.ids_of(doomed)
-                store.drop([it.record.block_hash for it in doomed], OPERATOR)
             yield
     except DisorderError:
         store.ask_for_rebuild()
@@ -155,6 +155,22 @@ def deleting(store: Store, asked: Delete) -> Pieces[Deleted]:
     kept_ids = key_use.known(key_ids)
     erased, kept = (sorted(map(bytes.hex, each)) for each in (key_ids - kept_ids, kept_ids))
     return Deleted(num_blocks, freed_bytes, erased, kept, keys_error)
+
+
+def taking_strays(store: Store, names: Sequence[bytes], *, repair: bool) -> Pieces[int]:
+    """Return of how many of these pages the block is not there; drop and erase them to repair."""
+    num_strays = 0
+    for some in batches(names):
+        with store.parts.index.reading() as txn:
+            found = filter(None, map(txn.sound, some))
+            strays = [each.record.block_hash for each in found if txn.is_stray(each)]
+        num_strays += len(strays)
+        if repair:
+            store.drop(strays, OPERATOR)
+        yield
+    if repair:
+        yield from store.clearing()
+    return num_strays
 
 
 def checking_index(store: Store, *, is_whole: bool, repair: bool) -> Pieces[bool]:

@@ -22,7 +22,7 @@ from tieredkv.operate.calls import Call, Df, EvictFilter, Inspect, Ls
 from tieredkv.operate.models import KnownModel
 from tieredkv.operate.ram import RamBlocks
 from tieredkv.operate.table import starts_in
-from tieredkv.storage.client.names import Names
+from tieredkv.storage.keys.names import Names
 from tieredkv.types import KVSpec, LayerKV, Tier
 
 NUM_BLOCKS = 40

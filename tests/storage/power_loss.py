@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from tests.fakes import FakeClock
 from tests.storage.blocks import commit, open_store, page_with, sweep
 from tests.storage.conftest import make_record, payload_of
-from tieredkv.storage.client.names import Names
+from tieredkv.storage.keys.names import Names
 from tieredkv.storage.store import Store
 from tieredkv.types import BlockRecord
 

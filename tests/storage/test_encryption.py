@@ -40,7 +40,6 @@ from tests.storage.conftest import payload_of as payload_of_hash
 from tieredkv.errors import MissingKeyError, StorageError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter, NamesKey
-from tieredkv.storage.client.names import Names
 from tieredkv.storage.extents.payloads import PIECE_BYTES
 from tieredkv.storage.format.header import decode_encryption, decode_header
 from tieredkv.storage.format.planes import WIDTHS
@@ -53,6 +52,7 @@ from tieredkv.storage.format.record import (
     scope_of,
     split_scope,
 )
+from tieredkv.storage.keys.names import Names
 from tieredkv.storage.keys.table import KeyTable
 from tieredkv.tier import BlockLife, Gone, ProbeDone, TouchItem
 from tieredkv.types import BlockRecord

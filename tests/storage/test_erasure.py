@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
@@ -21,6 +22,7 @@ from tieredkv.config import Settings
 from tieredkv.errors import ConfigError, MissingKeyError, RequestError, StorageError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import Df, EvictFilter, Ls, Rotate, Verify, decoded
+from tieredkv.operate.verify import Findings
 from tieredkv.server import admin
 from tieredkv.storage.keys.table import KeyTable
 from tieredkv.storage.store import Store
@@ -179,7 +181,7 @@ def test_the_master_key_is_rotated_without_rewriting_payloads(
     assert stopped.ask("rotate") == {"master_key": str(master), "keys": 2}
     assert file.read_bytes() == before
     assert master.read_bytes() != key
-    assert stopped.ask("verify") == {"checked": 5, "bad": 0, "by_reason": {}, "repaired": 0}
+    assert stopped.ask("verify") == msgspec.to_builtins(Findings(checked=5))
     given = stopped.key_dir.parent / "given"
     assert stopped.ask("rotate", "--to", str(given))["master_key"] == str(given)
     monkeypatch.setenv("TIEREDKV_DISK_MASTER_KEY", str(given))

@@ -33,6 +33,7 @@ from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter, Ls
 from tieredkv.pieces import whole
 from tieredkv.storage.extents import room
+from tieredkv.storage.format.record import Located
 from tieredkv.storage.index.transaction import IndexTxn
 from tieredkv.storage.keys import use
 from tieredkv.storage.messages.engine import StoreCall
@@ -72,7 +73,7 @@ def test_a_namespace_is_gone_at_once_and_takes_no_block_while_it_is_deleted(
 ) -> None:
     delete = Store.drop
 
-    def delete_through_gate(store: Store, hashes: Sequence[bytes], reason: str) -> int:
+    def delete_through_gate(store: Store, hashes: Sequence[bytes], reason: str) -> list[Located]:
         engine.gate("deleting")
         return delete(store, hashes, reason)
 

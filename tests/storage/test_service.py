@@ -25,7 +25,7 @@ from tieredkv.clock import Clock
 from tieredkv.errors import CorruptIndexError, StorageError, StoreUnreachableError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import Df, EvictFilter, Ls
-from tieredkv.storage.format.record import decode_record
+from tieredkv.storage.format.record import Located, decode_record
 from tieredkv.storage.messages.engine import (
     CloseCall,
     Completions,
@@ -462,7 +462,7 @@ def test_a_deletion_that_takes_longer_than_anybody_waits_for_a_word_says_that_it
 ) -> None:
     path, delete = tmp_path / "store", Store.drop
 
-    def delete_slowly(store: Store, hashes: Sequence[bytes], reason: str) -> int:
+    def delete_slowly(store: Store, hashes: Sequence[bytes], reason: str) -> list[Located]:
         time.sleep(1.5)
         return delete(store, hashes, reason)
 

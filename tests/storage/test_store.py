@@ -164,7 +164,7 @@ def test_dropped_bytes_are_in_no_file_after_the_next_sweep(tmp_path: Path, drop:
         else:
             put(store, record)
         if drop == "delete":
-            assert store.drop([record.block_hash, digest("x")], "test") == 1
+            assert len(store.drop([record.block_hash, digest("x")], "test")) == 1
         elif drop == "evict":
             assert evict(store, EvictFilter(all=True)).evicted_blocks == 1
         elif drop == "capacity":

@@ -32,7 +32,7 @@ from tests.storage.strangers_reader import Block, Store
 from tieredkv import LLM, SamplingParams
 from tieredkv.engine.loader import find_model
 from tieredkv.engine.tiny import init_tiny_weights
-from tieredkv.storage.client.names import Names
+from tieredkv.storage.keys.names import Names
 from tieredkv.storage.keys.table import KeyTable
 
 PROMPT = "".join(chr(0x21 + number * 7 % 90) for number in range(100))

@@ -27,9 +27,9 @@ import msgspec
 from tieredkv.bench import raw
 from tieredkv.cache.presence import Presence
 from tieredkv.clock import Clock
-from tieredkv.storage.client.names import Names
 from tieredkv.storage.format.record import Extent, Located
 from tieredkv.storage.index.entries import SegmentState
+from tieredkv.storage.keys.names import Names
 from tieredkv.storage.opening import open_parts
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.store import Store

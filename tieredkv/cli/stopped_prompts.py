@@ -26,7 +26,7 @@ from tieredkv.server.inspected import planned
 from tieredkv.server.keys import Keys
 from tieredkv.server.threads import Cancellation
 from tieredkv.server.tokenizations import make_tokenization
-from tieredkv.storage.client.names import Names
+from tieredkv.storage.keys.names import Names
 from tieredkv.types import BlockHash, KVSpec, Tier
 
 ASKED_BLOCKS = 8192  # in one call

@@ -371,6 +371,10 @@ def _blocks(count: int) -> str:
     return "1 block" if count == 1 else f"{count} blocks"
 
 
+def _pages(count: int) -> str:
+    return "1 window page" if count == 1 else f"{count} window pages"
+
+
 def confirm(question: str, what: str) -> None:
     """Ask before something is destroyed.
 
@@ -443,7 +447,8 @@ def verify(
     """Read every block on disk and compare it with its checksums.
 
     Bad blocks are deleted, so that they are computed again when a prompt needs them. The exit code
-    is 1 if a block was bad. The index is always checked as a whole.
+    is 1 if a block was bad. The index is always checked as a whole. Pages of layers with sliding
+    windows whose block is not on disk are deleted, too.
 
     With --prove-erased it looks for what should be erased: in the key table, in the index and in
     every part of the store's files. The exit code is 1 if any is left. `evict` prints the ids of
@@ -470,11 +475,15 @@ def verify(
     progress = functools.partial(terminal_progress(), "verifying")
     answer = store.answer(call, progress)
     checked = f"Checked {answer['checked']} block{'s' * (answer['checked'] != 1)}"
-    if not answer["bad"]:
-        return with_needs(Answer(answer, lines=[f"{checked}: all good."]), answer)
-    reasons = as_text(answer["by_reason"])
-    line = f"{checked}: {answer['bad']} bad ({reasons}), {answer['repaired']} repaired."
-    return with_needs(Answer(answer, lines=[line], is_problem=True), answer)
+    result = "all good."
+    if is_bad := answer["bad"] > 0:
+        reasons = as_text(answer["by_reason"])
+        result = f"{answer['bad']} bad ({reasons}), {answer['repaired']} repaired."
+    lines = [f"{checked}: {result}"]
+    if num_strays := answer["stray_pages"]:
+        done = "Removed" if call.repair else "Found"
+        lines.append(f"{done} {_pages(num_strays)} whose block is not on disk.")
+    return with_needs(Answer(answer, lines=lines, is_problem=is_bad), answer)
 
 
 def parse_part(text: str) -> float:

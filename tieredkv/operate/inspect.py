@@ -45,7 +45,7 @@ class Inspect(Verb, frozen=True, kw_only=True, tag="inspect"):
         tenant: of the prompt: the SHA-256 of its API key in hex; "" without keys.
         cache_salt, prompt_cache_key: of the prompt, where its body has none.
         names: what the store calls the blocks of a prompt that was tokenized elsewhere, the first
-            one first (`storage.client.names`). Those on disk are listed. If the first is not there,
+            one first (`storage.keys.names`). Those on disk are listed. If the first is not there,
             the answer has all `roots` of the store, each with its namespace.
     """
 

@@ -20,7 +20,7 @@ class Verify(Verb, frozen=True, kw_only=True, tag="verify"):
     """Compare every block on disk with its checksums, or look for what should be erased.
 
     Attributes:
-        repair: whether bad blocks are dropped.
+        repair: whether bad blocks are dropped, and pages of windows whose block is not there.
         sample: the part of the blocks that is read, chosen by chance; 1.0 for all.
         erased_key: look for what is left of this payload key, which has 16 hexadecimal digits.
         erased_namespace: look for what is left of the namespaces whose digests begin so, in hex.
@@ -57,7 +57,7 @@ class Verify(Verb, frozen=True, kw_only=True, tag="verify"):
             raise ConfigError(f"{what}; `evict` prints the ids")
 
     def answer(self, worker: Worker) -> dict[str, Any]:
-        """Return `{"checked", "bad", "by_reason", "repaired"}`, or what is left to be erased.
+        """Return `Findings`, or what is left to be erased.
 
         An index that cannot be read ends the worker, and its next start makes it again.
 
@@ -99,11 +99,13 @@ class Findings(msgspec.Struct, kw_only=True):
     bad: int = 0
     by_reason: dict[str, int] = {}
     repaired: int = 0
+    stray_pages: int = 0
 
     def add(self, part: Checked) -> None:
         """Add what a part of the check has found."""
         self.checked += part.checked
         self.repaired += part.repaired
+        self.stray_pages += part.stray_pages
         self.bad += sum(part.by_reason.values())
         self.by_reason = dict(Counter(self.by_reason) + Counter(part.by_reason))
 

@@ -4,8 +4,9 @@ A block hash follows from a prompt, so whoever has an index of such hashes can t
 was cached. Names tell nothing without their key. AES-256 is applied to each 16 bytes of a hash, so
 a name is as long as its hash, and whoever has the key can turn it back.
 
-The engine knows hashes only, and the store's worker names only: the client of the store translates
-between them. It hands these names to whoever answers an operator, whose ids are made of names.
+The engine knows hashes only, and the store's records have names only: the client of the store
+translates between them. It hands these names to whoever answers an operator, whose ids are made of
+names. The store itself translates to find the further pages of a block, which its hash names.
 """
 
 from array import array
@@ -14,6 +15,8 @@ from collections.abc import Sequence
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
 from tieredkv.errors import StorageError
+from tieredkv.hashing import PageNames
+from tieredkv.types import BlockHash, HashAlgo
 
 _AES_BYTES = 16
 
@@ -39,6 +42,12 @@ class Names:
     def reveal(self, names: Sequence[bytes]) -> list[bytes]:
         """Return the hashes of blocks by their names."""
         return [*names] if self._cipher is None else _apply(self._cipher.decryptor(), names)
+
+    def of_pages(self, block_name: bytes, kinds: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return the names of a block's further pages, by the kind and the part of each."""
+        [block_hash] = self.reveal([block_name])
+        algo: HashAlgo = "sha256" if len(block_hash) == 32 else "xxh3_128"
+        return self.hide(PageNames(kinds, algo).of(BlockHash(block_hash)))
 
     def fingerprints(self, heads: bytes) -> bytes:
         """Return the first 8 bytes of the hashes of blocks, side by side.
