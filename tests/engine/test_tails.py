@@ -631,12 +631,18 @@ def test_the_report_on_a_prompt_says_where_a_request_could_go_on(
     with open_llm(folder, disk_dir=str(store), default_retention="24h") as llm:
         generate(llm, list(prompt), n=1)
         flush(llm, Tier.DISK)
-    asked = tmp_path / "prompt"
-    for length, expected in ((270, (256, None)), (250, (240, None)), (150, (0, "no_anchor"))):
+    asked, expected = tmp_path / "prompt", dict[int, tuple[int, str | None]]()
+    expected |= {270: (256, None), 256: (240, "no_anchor"), 250: (240, None)}
+    expected |= {150: (0, "no_anchor"), BLOCK: (0, "no_anchor"), BLOCK - 1: (0, None)}
+    for length, found in expected.items():
         asked.write_bytes(prompt[:length])
         told = run_json("inspect", str(store), "--prompt-file", str(asked), "--model", str(folder))
         assert told["prompt_tokens"] == length
-        assert (told["by_tier"]["disk"], told["reason"]) == expected
+        assert (told["by_tier"]["disk"], told["reason"]) == found
+    with open_llm(folder, disk_dir=str(store), restore="load") as llm:
+        for length, found in expected.items():
+            _, usage = generate(llm, list(prompt[:length]), n=1)
+            assert (usage.cached_tokens, usage.miss_reason) == found
 
 
 def test_what_no_layer_fills_of_a_page_keeps_nothing_of_what_was_there(tmp_path: Path) -> None:

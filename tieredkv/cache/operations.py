@@ -263,7 +263,7 @@ class Operations:
 
         ends, behind = chain.read_ends, "behind_lookback"
         if chain.tail is not None:
-            sources, behind = sources[: chain.tail.most_end], "no_anchor"
+            behind = "no_anchor"
             ends = yield from chain.tail.ends(usable)
         told = num_tokens, tiers.block_size, sources, why_missed, planner
         return (yield from report(*told, ends, behind))

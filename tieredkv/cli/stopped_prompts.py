@@ -71,14 +71,14 @@ def inspect(
         kinds = [] if index else [others[block_hash] for block_hash in elsewhere]
         return next(iter(kinds), "not_stored")
 
-    hashes, ends, behind = prefix.hashes, prefix.read_ends, "behind_lookback"
+    ends, behind = prefix.read_ends, "behind_lookback"
     if prefix.tail is not None:
-        hashes, behind = hashes[: prefix.tail.most_end], "no_anchor"
+        behind = "no_anchor"
         ends = whole(prefix.tail.ends(stored.__contains__))
     reporting = report(
         len(request.prompt_token_ids),
         spec.block_size,
-        [Tier.DISK if block_hash in stored else None for block_hash in hashes],
+        [Tier.DISK if block_hash in stored else None for block_hash in prefix.hashes],
         why_missed,
         _planners(settings, found, spec, fingerprint),
         ends,
