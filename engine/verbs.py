@@ -55,7 +55,8 @@ class Verbs:
 
     def evict(self, wanted: EvictFilter = EVERYTHING) -> int:
         """Drop blocks from VRAM and host memory at once; return how many copies."""
-        return int(whole(self._evict(wanted))["evicted_blocks"])
+        answer = whole(self._evict(wanted))
+        return int(answer["evicted_blocks"] + answer["window_pages"])
 
     def operate(self, call: Call, tell: TellPart) -> None:
         """Carry out a verb where there is no disk tier; `tell` is called with its answer.
@@ -144,12 +145,13 @@ class Verbs:
         refused = {}
         if wanted.to != "drop":
             down = operations.send_down(is_wanted, Tier(wanted.to), is_dry=wanted.dry_run)
-            num_blocks, num_refused = yield from down
+            num_blocks, num_pages, num_refused = yield from down
             refused = {"refused_blocks": num_refused}
-            freed_bytes = num_blocks * operations.bytes_in(Tier.DEVICE)
+            freed_bytes = (num_blocks + num_pages) * operations.bytes_in(Tier.DEVICE)
         else:
             in_ram = (Tier.DEVICE, Tier.HOST)
             only = [tier for tier in in_ram if wanted.concerns(tier)] if wanted.tiers else None
             evicting = operations.evict(is_wanted, only, is_dry=wanted.dry_run)
-            num_blocks, freed_bytes = yield from evicting
-        return {"evicted_blocks": num_blocks, **refused, "freed_bytes": freed_bytes}
+            num_blocks, num_pages, freed_bytes = yield from evicting
+        counts = {"evicted_blocks": num_blocks, "window_pages": num_pages}
+        return {**counts, **refused, "freed_bytes": freed_bytes}

@@ -538,7 +538,8 @@ class Store:
                 find out than the other figures.
         """
         with self._index.reading() as txn:
-            totals, windows, noted = txn.meta.totals, txn.meta.windows, txn.meta.bytes_written
+            totals, window_bytes = txn.meta.totals, txn.meta.window_bytes
+            noted = txn.meta.bytes_written
             counts = txn.meta.lifetimes
         files, space, use, packing = self._files, self._space, self._key_use, self.packing
         other_bytes = space.overhead_bytes + space.headroom_bytes
@@ -546,8 +547,8 @@ class Store:
         return StoreStats(
             blocks=totals.num_blocks,
             bytes_live=totals.payload_bytes,
-            window_pages=windows.num_blocks,
-            window_bytes=windows.payload_bytes,
+            window_pages=totals.window_pages,
+            window_bytes=window_bytes,
             bytes_files=space.occupied_bytes,
             bytes_index=space.overhead_bytes,
             bytes_budget=space.budget_bytes,

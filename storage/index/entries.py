@@ -38,14 +38,21 @@ _EXTENT = struct.Struct(">II")
 
 
 class Totals(NamedTuple):
-    """How many blocks and payload bytes are stored, in all or in one namespace."""
+    """How many blocks and payload bytes are stored, in all or in one namespace.
+
+    Attributes:
+        num_blocks: pages of layers with windows included.
+        window_pages: how many of them are such pages.
+    """
 
     num_blocks: Counted
     payload_bytes: Counted
+    window_pages: Counted = 0
 
-    def plus(self, num_blocks: int, payload_bytes: int) -> "Totals":
+    def plus(self, num_blocks: int, payload_bytes: int, window_pages: int = 0) -> "Totals":
         """Return the sums; they never fall below zero, even if a damaged record was miscounted."""
-        return Totals(max(self[0] + num_blocks, 0), max(self[1] + payload_bytes, 0))
+        added = num_blocks, payload_bytes, window_pages
+        return Totals(*(max(sum(each), 0) for each in zip(self, added, strict=True)))
 
     @property
     def extent_bytes(self) -> int:
@@ -85,7 +92,7 @@ class Meta(msgspec.Struct):
         faults: cache faults by reason.
         lifetimes: what was written lately, and the ages of blocks that were evicted.
         num_encrypted: how many of the blocks are encrypted.
-        windows: how much of the totals is pages of layers with windows.
+        window_bytes: how many of the payload bytes are of pages of layers with windows.
         page_kinds: kind and part of each such page that the store ever had.
     """
 
@@ -98,7 +105,7 @@ class Meta(msgspec.Struct):
     faults: dict[_Reason, Counted] = {}
     lifetimes: LifetimeCounts = msgspec.field(default_factory=LifetimeCounts)
     num_encrypted: Counted = 0
-    windows: Totals = Totals(0, 0)
+    window_bytes: Counted = 0
     page_kinds: set[tuple[int, int]] = set()
 
 

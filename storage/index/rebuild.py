@@ -118,8 +118,9 @@ def _fill(
         segments = (known := _known_segments(parts, old)) | unknown
         with draft.writing() as txn:
             txn.meta = replace(old.meta, format=FORMAT_VERSION)
-            txn.meta.totals = txn.meta.windows = Totals(0, 0)
-            txn.meta.num_encrypted, txn.meta.needs_rebuild = 0, False
+            txn.meta.totals = Totals(0, 0)
+            txn.meta.num_encrypted = txn.meta.window_bytes = 0
+            txn.meta.needs_rebuild = False
             if fault:
                 txn.meta.faults["index"] = txn.meta.faults.get("index", 0) + 1
             for segment, state in segments.items():
@@ -141,7 +142,7 @@ def _fill(
 def _drop_strays(draft: Index) -> None:
     """Drop the further pages of blocks that the new index lacks, as damaged or evicted ones."""
     with draft.reading() as txn:
-        walk = txn.blocks() if txn.meta.windows.num_blocks else ()
+        walk = txn.blocks() if txn.meta.totals.window_pages else ()
         strays = [it for _, it in walk if it is not None and txn.is_stray(it)]
     for some in cut(strays, TXN_BLOCKS):
         with draft.writing() as txn:

@@ -126,6 +126,7 @@ class IndexTxn:
         # What the blocks that came and went change of the counters, which `keep` writes.
         self._new_blocks = defaultdict[bytes, int](int)
         self._new_bytes = defaultdict[bytes, int](int)
+        self._new_pages = defaultdict[bytes, int](int)
         self._new_encrypted = defaultdict[bytes, int](int)
 
     # --- blocks -----------------------------------------------------------------------------
@@ -362,17 +363,18 @@ class IndexTxn:
     def keep(self) -> None:
         """Write the counters and `meta` if they have changed; the last step of a transaction."""
         for namespace, num_blocks in self._new_blocks.items():
-            self._keep_totals(namespace, num_blocks, self._new_bytes[namespace])
+            added = num_blocks, self._new_bytes[namespace], self._new_pages[namespace]
+            self._keep_totals(namespace, added)
         for scope, num_blocks in self._new_encrypted.items():
             self._keep_encrypted(scope, num_blocks)
         if "meta" in self.__dict__:
             self._put("meta", META_KEY, encode(self.meta))
 
-    def _keep_totals(self, namespace: bytes, num_blocks: int, payload_bytes: int) -> None:
-        self.meta.totals = self.meta.totals.plus(num_blocks, payload_bytes)
+    def _keep_totals(self, namespace: bytes, added: tuple[int, int, int]) -> None:
+        self.meta.totals = self.meta.totals.plus(*added)
         data = self._get("namespaces", namespace)
         before = Totals(0, 0) if data is None else decode_totals(data)
-        counted = before.plus(num_blocks, payload_bytes)
+        counted = before.plus(*added)
         self.growth[tenant_of(namespace)] += counted.extent_bytes - before.extent_bytes
         if counted.num_blocks:
             self._put("namespaces", namespace, encode(counted))
@@ -415,7 +417,9 @@ class IndexTxn:
         self._new_blocks[namespace] += sign
         self._new_bytes[namespace] += sign * located.payload_bytes
         if located.record.kind:
-            self.meta.windows = self.meta.windows.plus(sign, sign * located.payload_bytes)
+            self._new_pages[namespace] += sign
+            window_bytes = self.meta.window_bytes + sign * located.payload_bytes
+            self.meta.window_bytes = max(window_bytes, 0)
             self.meta.page_kinds.add((located.record.kind, located.record.part))
         if is_encrypted(located.codec):
             self._new_encrypted[scope_of(located.record)] += sign
@@ -449,7 +453,7 @@ class IndexTxn:
         num = {name: self._txn.stat(self._dbs[name])["entries"] for name in NAMES}
         num_blocks = num["blocks"]
         num_used = sum(each.num_used for each in self.segments().values())
-        sums = list(map(sum, zip(*self.namespaces().values(), strict=True))) or [0, 0]
+        sums = list(map(sum, zip(*self.namespaces().values(), strict=True))) or [0, 0, 0]
         num_extents = num_blocks + num["free"] + num["pending"]
         num_encrypted = sum(decode_count(data) for _, data in self._whole("keys"))
         wrong = {
@@ -471,8 +475,8 @@ class IndexTxn:
         for name in NAMES:
             if name != "meta":
                 self._txn.drop(self._dbs[name], delete=False)
-        self.meta.totals = self.meta.windows = Totals(0, 0)
-        self.meta.num_encrypted = 0
+        self.meta.totals = Totals(0, 0)
+        self.meta.num_encrypted = self.meta.window_bytes = 0
         self.meta.needs_rebuild = False
 
     def _orders_of(self, tenant: bytes) -> Iterator[bytes]:

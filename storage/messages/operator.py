@@ -152,12 +152,14 @@ class Deleted(msgspec.Struct, frozen=True, array_like=True, tag="deleted"):
     """What a deletion freed.
 
     Attributes:
-        num_blocks, freed_bytes: blocks, expired ones left out, and the bytes of their extents.
+        num_blocks, window_pages: blocks, and pages of layers with windows, expired ones left out.
+        freed_bytes: of their extents.
         erased_keys, kept_keys: ids of the blocks' keys that are erased, and of those that are not.
         keys_error: why keys without blocks could not be erased; empty if nothing went wrong.
     """
 
     num_blocks: int
+    window_pages: int
     freed_bytes: int
     erased_keys: list[str]
     kept_keys: list[str]
@@ -169,6 +171,7 @@ class Checked(msgspec.Struct, frozen=True, array_like=True, tag="checked"):
 
     Attributes:
         checked: blocks or extents that were read.
+        window_pages: pages of layers with windows that were read.
         by_reason: bad blocks by the reason.
         repaired: how many of these were repaired.
         stray_pages: pages of layers with windows whose block is not there.
@@ -178,6 +181,7 @@ class Checked(msgspec.Struct, frozen=True, array_like=True, tag="checked"):
     checked: int = 0
     by_reason: dict[str, int] = {}
     repaired: int = 0
+    window_pages: int = 0
     stray_pages: int = 0
     keys: int = 0
     blocks: int = 0
@@ -189,7 +193,8 @@ class StoreFigures(msgspec.Struct, frozen=True, array_like=True, tag="told"):
 
     Attributes:
         stats: as of now.
-        tenants: blocks and payload bytes by the hex digits of the tenant, of those who have most.
+        tenants: of those who have most: blocks, payload bytes, and how many of the blocks are pages
+            of layers with windows, by the hex digits of the tenant.
         writer_pid: the worker's, if it serves an engine.
         now: the time by the store's clock.
         lacks_keys: why the keys of an encrypted store are not there; empty otherwise.
@@ -197,7 +202,7 @@ class StoreFigures(msgspec.Struct, frozen=True, array_like=True, tag="told"):
     """
 
     stats: StoreStats
-    tenants: dict[str, tuple[int, int]]
+    tenants: dict[str, tuple[int, int, int]]
     writer_pid: int | None
     now: float
     lacks_keys: str

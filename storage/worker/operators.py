@@ -201,8 +201,8 @@ class Operators:
             names_key=key_use.names_key if asked.names_key else b"",
         )
 
-    def _tenants(self) -> dict[str, tuple[int, int]]:
-        """Return the blocks and payload bytes on disk by tenant, of those who have the most."""
+    def _tenants(self) -> dict[str, tuple[int, int, int]]:
+        """Return what each tenant has on disk, of those who have the most; see `StoreFigures`."""
         sums = defaultdict[bytes, Totals](lambda: Totals(0, 0))
         self.give_way()
         with self._index.reading() as txn:
@@ -210,7 +210,7 @@ class Operators:
                 tenant = namespace[:TENANT_BYTES]
                 sums[tenant] = sums[tenant].plus(*totals)
         most = sorted(sums.items(), key=lambda it: -it[1].payload_bytes)[:_TOLD_TENANTS]
-        return {tenant.hex(): (it.num_blocks, it.payload_bytes) for tenant, it in most}
+        return {tenant.hex(): (*it,) for tenant, it in most}
 
     # --- checking ----------------------------------------------------------------------------
 
@@ -235,20 +235,22 @@ class Operators:
         Returns whether the entries of these blocks were whole, the name of the last one, and those
         of pages whose block is not there.
         """
-        strays = list[bytes]()
-        are_whole, page, checked, by_reason, repaired = True, memoryview(b""), 0, Counter[str](), 0
+        are_whole, page, strays = True, memoryview(b""), list[bytes]()
+        checked, num_pages, by_reason, repaired = 0, 0, Counter[str](), 0
         told_at = time.monotonic()
         try:
             for entries in walking(self._index, _seen_blocks, last, self.give_way):
                 for name, (located, is_whole, is_stray) in entries:
                     strays += [name] if is_stray else []
                     if time.monotonic() - told_at > _TOLD_S:
-                        yield messages.Checked(checked, dict(by_reason), repaired)
-                        checked, by_reason, repaired = 0, Counter[str](), 0
+                        yield messages.Checked(checked, dict(by_reason), repaired, num_pages)
+                        checked, num_pages, by_reason, repaired = 0, 0, Counter[str](), 0
                         told_at = time.monotonic()
                     if random.random() >= asked.sample or self._has_expired(located):
                         continue
-                    checked += 1
+                    is_page = located is not None and located.record.kind > 0
+                    num_pages += is_page
+                    checked += not is_page
                     are_whole = are_whole and is_whole
                     reason, is_repaired = "record", asked.repair
                     if located is not None:
@@ -260,7 +262,7 @@ class Operators:
                 last, _ = entries[-1]
         except DisorderError:
             self._at_once(self.store.ask_for_rebuild, caller)
-        yield messages.Checked(checked, dict(by_reason), repaired)
+        yield messages.Checked(checked, dict(by_reason), repaired, num_pages)
         return are_whole, last, strays
 
     def _has_expired(self, located: Located | None) -> bool:

@@ -120,7 +120,7 @@ def deleting(store: Store, asked: Delete) -> Pieces[Deleted]:
     """
     index, key_use = store.parts.index, store.parts.key_use
     now, prefix = store.parts.clock.now(), asked.namespace.lower()
-    num_blocks = freed_bytes = 0
+    num_blocks = window_pages = freed_bytes = 0
     is_whole = is_of_whole_namespaces(asked)
     keys = key_use.in_namespaces(prefix) if is_whole else []
     key_ids, keys_error = {key.id for key in keys}, ""
@@ -145,7 +145,9 @@ def deleting(store: Store, asked: Delete) -> Pieces[Deleted]:
                 key_ids |= key_use.ids_of(doomed)
             counted = [it for it in doomed if asked.expired or it.record.expires_at > now]
             freed_bytes += sum(it.extent_bytes for it in counted)
-            num_blocks += len(counted)
+            num_pages = sum(it.record.kind > 0 for it in counted)
+            num_blocks += len(counted) - num_pages
+            window_pages += num_pages
             yield
     except DisorderError:
         store.ask_for_rebuild()
@@ -154,7 +156,7 @@ def deleting(store: Store, asked: Delete) -> Pieces[Deleted]:
         keys_error = "" if failed is None else str(failed)
     kept_ids = key_use.known(key_ids)
     erased, kept = (sorted(map(bytes.hex, each)) for each in (key_ids - kept_ids, kept_ids))
-    return Deleted(num_blocks, freed_bytes, erased, kept, keys_error)
+    return Deleted(num_blocks, window_pages, freed_bytes, erased, kept, keys_error)
 
 
 def taking_strays(store: Store, names: Sequence[bytes], *, repair: bool) -> Pieces[int]:

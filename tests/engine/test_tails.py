@@ -157,7 +157,8 @@ def drop(llm: LLM, position: int, *tiers: Tier) -> int:
         assert entry is not None
         return bool(entry.kind) if position < 0 else entry.position == position and not entry.kind
 
-    return whole(llm.core.operations.evict(is_meant, tiers))[0]
+    freed = whole(llm.core.operations.evict(is_meant, tiers))
+    return freed.num_copies + freed.num_pages
 
 
 def test_a_request_computes_what_its_plan_does_not_load(
@@ -614,11 +615,13 @@ def test_operators_see_chains_and_evict_them_with_their_pages(folder: Path, tmp_
     assert disk["blocks"] == use["blocks"] == 18
     assert (disk["window_pages"], use["anchors"]) == (2 * num_pages, 2 * 3)
     assert disk["window_bytes"] <= use["anchor_bytes"] == 2 * num_pages * size
-    num_blocks = disk["blocks"] + disk["window_pages"]
-    gone = run_json("evict", store, first["id"], "-y")["evicted_blocks"]
-    assert gone > 12
-    gone += run_json("evict", store, second["id"], "-y")["evicted_blocks"]
-    assert gone == num_blocks
+    kept = {"blocks": disk["blocks"], "window_pages": disk["window_pages"]}
+    assert [*df["tenants"].values()] == [{**kept, "bytes": disk["bytes_live"]}]
+    verified = run_json("verify", store)
+    assert (verified["checked"], verified["window_pages"], verified["bad"]) == (*kept.values(), 0)
+    for each, num_blocks in (first, 12), (second, 6):
+        gone = run_json("evict", store, each["id"], "-y")
+        assert (gone["evicted_blocks"], gone["window_pages"]) == (num_blocks, num_pages)
     assert run_json("verify", store) == {**run_json("verify", store), "bad": 0}
 
 

@@ -6,11 +6,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.golden import told
 from tests.operate.test_ask import engine_that_says
 from tests.operate.test_prune import chain, fill, model
 from tests.storage.blocks import told_by_engine
 from tests.storage.conftest import Harness
 from tests.storage.windows import KINDS, NEEDS, WINDOWED, pages_of
+from tieredkv.cli.main import main
 from tieredkv.hashing import windows_of
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import Df, EvictFilter, Inspect, Ls, Prune, Verify
@@ -101,9 +103,22 @@ def test_pages_go_with_their_blocks(tmp_path: Path) -> None:
         note_model(tmp_path, each)
     control = StoreControl(tmp_path)
     # Blocks 5 to 7 follow nothing, nor do the pages of blocks 4 to 7.
-    assert control.answer(Prune())["by_reason"] == {"orphan": 3 + 4 * len(KINDS)}
+    pruned = control.answer(Prune())
+    assert pruned["by_reason"] == {"orphan": 3}
+    assert (pruned["pruned_blocks"], pruned["window_pages"]) == (3, 4 * len(KINDS))
     done = control.answer(EvictFilter(model="windowed"))
-    assert done["evicted_blocks"] == 4 + 4 * len(KINDS)
+    assert (done["evicted_blocks"], done["window_pages"]) == (4, 4 * len(KINDS))
     assert control.answer(Prune(model="windowed"))["by_reason"] == {"other_model": 3}
     assert control.answer(Verify())["bad"] == 0
     assert control.answer(Df())["disk"]["window_pages"] == 0
+
+
+def test_the_command_line_counts_pages_beside_blocks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(tmp_path, *BLOCKS[:4])
+    fill(tmp_path, *PAGES[: 5 * len(KINDS)])
+    note_model(tmp_path, WINDOWED)
+    for verb in (["verify", "--no-repair"], ["verify"], ["prune", "-y"], ["evict", "--all", "-y"]):
+        assert main([*verb, "--disk-dir", str(tmp_path)]) == 0
+        told(capsys.readouterr().out)

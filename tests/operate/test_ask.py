@@ -135,8 +135,8 @@ def test_df_adds_up_what_each_namespace_holds(harness: Harness) -> None:
     assert [use["bytes"] for use in df["namespaces"]] == [3 * PAGE_BYTES, 2 * PAGE_BYTES]
     assert "namespaces" not in (df := StoreControl(harness.folder).answer(Df()))
     assert df["tenants"] == {
-        NAMESPACE[:TENANT_BYTES].hex(): {"blocks": 3, "bytes": 3 * PAGE_BYTES},
-        (b"M" * TENANT_BYTES).hex(): {"blocks": 2, "bytes": 2 * PAGE_BYTES},
+        NAMESPACE[:TENANT_BYTES].hex(): {"blocks": 3, "window_pages": 0, "bytes": 3 * PAGE_BYTES},
+        (b"M" * TENANT_BYTES).hex(): {"blocks": 2, "window_pages": 0, "bytes": 2 * PAGE_BYTES},
     }
 
 

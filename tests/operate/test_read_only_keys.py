@@ -74,7 +74,7 @@ def test_a_prune_tells_why_keys_were_kept_though_a_later_part_drops_nothing() ->
 
     class Stored(NoDisk):
         def delete(self, asked: Delete) -> Deleted:
-            return Deleted(0, 0, [], [], next(errors))
+            return Deleted(0, 0, 0, [], [], next(errors))
 
     model = KnownModel(
         name="m", fingerprint="00", dtype="bfloat16", block_size=16, hash_algo="sha256"

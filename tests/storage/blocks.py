@@ -124,7 +124,7 @@ def find_problems(txn: IndexTxn, allocator: ExtentAllocator) -> list[str]:
 
     expiry, lru = set(), set()
     owners: Counter[Extent] = Counter()
-    namespaces, windows = dict[bytes, Totals](), Totals(0, 0)
+    namespaces, window_bytes = dict[bytes, Totals](), 0
     for block_hash, located in txn.blocks():
         if located is None:
             problems.append(f"record {block_hash.hex()[:12]} fails its checksum")
@@ -134,19 +134,18 @@ def find_problems(txn: IndexTxn, allocator: ExtentAllocator) -> list[str]:
         lru.add(lru_key(record))
         owners[located.extent] += 1
         counted = namespaces.get(record.namespace, Totals(0, 0))
-        namespaces[record.namespace] = counted.plus(1, located.payload_bytes)
-        if record.kind:
-            windows = windows.plus(1, located.payload_bytes)
+        namespaces[record.namespace] = counted.plus(1, located.payload_bytes, record.kind > 0)
+        window_bytes += located.payload_bytes if record.kind else 0
     for name, wanted in (("expiry", expiry), ("lru", lru)):
         if different := keys(name) ^ wanted:
             problems.append(f"{len(different)} keys of `{name}` do not match the records")
     if txn.namespaces() != namespaces:
         problems.append("the counters of the namespaces are not their sums")
-    sums = [sum(each) for each in zip(*namespaces.values(), strict=True)] or [0, 0]
+    sums = [sum(each) for each in zip(*namespaces.values(), strict=True)] or [0, 0, 0]
     if list(txn.meta.totals) != sums:
         problems.append(f"the counters say {txn.meta.totals}, the records {sums}")
-    if txn.meta.windows != windows:
-        problems.append(f"the counters say {txn.meta.windows} of windows, the records {windows}")
+    if txn.meta.window_bytes != window_bytes:
+        problems.append(f"pages of windows have {window_bytes} bytes, not {txn.meta.window_bytes}")
     return problems + _extent_problems(txn, allocator, owners, keys("free"))
 
 

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from tests.fakes import FakeClock
 from tests.storage.blocks import (
     CheckedStore,
+    ask,
     change_bytes,
     evict,
     flip,
@@ -25,6 +26,7 @@ from tests.storage.blocks import (
 from tests.storage.windows import KINDS, pages_of
 from tieredkv.operate.calls import EvictFilter
 from tieredkv.storage.keys.names import Names
+from tieredkv.storage.messages.operator import Delete, Figures
 from tieredkv.types import BlockRecord
 
 NOW = FakeClock().now()
@@ -158,3 +160,14 @@ def test_an_index_that_was_made_again_has_no_pages_without_their_block(tmp_path:
         store.check()
         assert not stored_hashes(store, PAGES)
         assert len(stored_hashes(store, KEPT)) == len(KEPT)
+
+
+def test_pages_are_counted_beside_blocks(tmp_path: Path) -> None:
+    with filled(tmp_path) as store:
+        found = verify(store)
+        assert (found.checked, found.window_pages) == (len(BLOCKS), len(BLOCKS) * len(KINDS))
+        [figures] = ask(store, Figures(tenants=True))
+        [(num_all, _, num_pages)] = figures.tenants.values()
+        assert (num_all - num_pages, num_pages) == (found.checked, found.window_pages)
+        [deleted] = ask(store, Delete())
+        assert (deleted.num_blocks, deleted.window_pages) == (found.checked, found.window_pages)

@@ -42,10 +42,23 @@ ChooseBlock = Callable[[KeptBlock], bool]
 
 
 class Freed(NamedTuple):
-    """How many copies of blocks were evicted, and the bytes that they took."""
+    """How many copies were evicted of blocks, and of pages of layers with windows; their bytes."""
 
     num_copies: int
+    num_pages: int
     num_bytes: int
+
+
+class Sent(NamedTuple):
+    """How many blocks move to a slower tier, and how many pages of layers with windows.
+
+    Attributes:
+        num_refused: blocks that do not move, as no claim on them allows the disk.
+    """
+
+    num_blocks: int
+    num_pages: int
+    num_refused: int
 
 
 class Operations:
@@ -72,7 +85,7 @@ class Operations:
     def evict(
         self, is_wanted: ChooseBlock, only: Collection[Tier] | None = None, *, is_dry: bool = False
     ) -> Pieces[Freed]:
-        """Make copies unreachable in VRAM and host memory; return how many, and their bytes.
+        """Make copies unreachable in VRAM and host memory; see `Freed`.
 
         Without `only`, a wanted block that is being read from disk does not become ready, and one
         that is being written to disk is deleted there after the write. A block that is computed
@@ -83,11 +96,13 @@ class Operations:
             only: tiers whose copies are evicted; None for both.
             is_dry: whether copies are only counted.
         """
-        tiers, copies = self._tiers, Counter[Tier]()
+        tiers, copies, num_pages = self._tiers, Counter[Tier](), 0
         of = self._copies if is_dry else self._drop
         for entries in tiers.catalog.sweep():
             for entry in filter(is_wanted, entries):
-                copies.update(of(entry.block_hash, only))
+                gone = of(entry.block_hash, only)
+                copies.update(gone)
+                num_pages += len(gone) if entry.kind else 0
             if not is_dry:
                 self._demoter.note_change()
             yield
@@ -96,7 +111,8 @@ class Operations:
                 if read.page.block_hash and is_wanted(read):
                     tiers.host.drop(read.block_hash)
         size = tiers.bytes_in
-        return Freed(copies.total(), sum(count * size[tier] for tier, count in copies.items()))
+        num_bytes = sum(count * size[tier] for tier, count in copies.items())
+        return Freed(copies.total() - num_pages, num_pages, num_bytes)
 
     def _copies(self, block_hash: BlockHash, only: Collection[Tier] | None) -> list[Tier]:
         """Return which tiers, or which of some, have a copy."""
@@ -109,33 +125,29 @@ class Operations:
             return self._tiers.drop(block_hash, "admin")
         return [it for it in only if self._tiers.drop_copy(it, block_hash)]
 
-    def send_down(
-        self, is_wanted: ChooseBlock, to: Tier, *, is_dry: bool = False
-    ) -> Pieces[tuple[int, int]]:
+    def send_down(self, is_wanted: ChooseBlock, to: Tier, *, is_dry: bool = False) -> Pieces[Sent]:
         """Begin to move blocks to a slower tier.
 
         Args:
             is_wanted: which blocks to move.
             to: the slower tier.
             is_dry: whether they are only counted.
-
-        Returns:
-            How many are moved, and how many are not, as no claim on them allows the disk.
         """
         catalog, device, now = self._tiers.catalog, self._tiers.device, self.now()
-        num_going = num_refused = 0
+        num_blocks = num_pages = num_refused = 0
         for some in catalog.sweep():
             entries = [*filter(is_wanted, some)]
             if to is Tier.HOST:
                 going = [it for it in entries if device.lookup(it.block_hash)]
             else:
                 going = [it for it in entries if it.is_on_disk or catalog.disk_deadline(it, now)]
-                num_refused += len(entries) - len(going)
-            num_going += len(going)
+                num_refused += sum(not it.kind for it in entries) - sum(not it.kind for it in going)
+            num_blocks += sum(not it.kind for it in going)
+            num_pages += sum(it.kind > 0 for it in going)
             if not is_dry:
                 self._departures.send([entry.block_hash for entry in going], to)
             yield
-        return num_going, num_refused
+        return Sent(num_blocks, num_pages, num_refused)
 
     def now(self) -> float:
         """Return the time by which blocks expire."""

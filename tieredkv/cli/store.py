@@ -296,8 +296,9 @@ def evict(
     `ls` prints the IDs. An ID stays good while the first or the last block that only this chain
     uses is stored. Blocks that other chains use stay. --filter and --model evict the chains that
     `ls` lists with them. Requests that are being answered keep their blocks until they end. A block
-    counts once for each tier that it is evicted from. The exit code is 1 if nothing matches, if an
-    ID is unknown, or if keys that no block needs could not be destroyed.
+    counts once for each tier that it is evicted from; pages of layers with sliding windows count
+    beside the blocks. The exit code is 1 if nothing matches, if an ID is unknown, or if keys that
+    no block needs could not be destroyed.
 
     \b
     Examples:
@@ -334,16 +335,18 @@ def evict(
         what = f"{_blocks(refused)} {stay}, as no retention lets that onto the disk"
         click.echo(f"error: {what}", err=True)
     emptied_because = answer.get("emptied_because")
-    if not (answer["evicted_blocks"] or answer["unknown_ids"] or refused or emptied_because):
+    num_blocks, num_pages = answer["evicted_blocks"], answer.get("window_pages", 0)
+    is_any = num_blocks + num_pages > 0
+    if not (is_any or answer["unknown_ids"] or refused or emptied_because):
         click.echo("error: nothing matches, so no block was evicted", err=True)
     done, would = "evicted", "would evict"
     if wanted.to != "drop":
         done, would = f"sending to {wanted.to}:", f"would send to {wanted.to}:"
     if wanted.dry_run:
         done, answer = would, {**answer, "dry_run": True}
-    num_blocks = answer["evicted_blocks"]
-    lines = [f"{done} {_blocks(num_blocks)}, {format_bytes(answer['freed_bytes'])}"]
-    lines = lines if num_blocks else []  # the errors above say why there is none
+    gone = _blocks(num_blocks, num_pages)
+    lines = [f"{done} {gone}, {format_bytes(answer['freed_bytes'])}"]
+    lines = lines if is_any else []  # the errors above say why there is none
     disk = answer.get("disk") or {}
     if emptied_because is not None:
         lines.append(f"the store was emptied, since no server would start on it: {emptied_because}")
@@ -352,7 +355,7 @@ def evict(
     kept = {*disk.get("kept_keys", ())} - {*disk.get("erased_keys", ())}
     why = _keys_problem(disk)
     lines += [f"kept key {key}" + ", which other blocks need" * (not why) for key in sorted(kept)]
-    is_nothing = not num_blocks and emptied_because is None
+    is_nothing = not is_any and emptied_because is None
     is_problem = bool(answer["unknown_ids"] or refused or why) or is_nothing
     return with_needs(Answer(answer, lines=lines, is_problem=is_problem), answer)
 
@@ -367,8 +370,9 @@ def _keys_problem(told: Mapping[str, Any]) -> str:
     return str(why)
 
 
-def _blocks(count: int) -> str:
-    return "1 block" if count == 1 else f"{count} blocks"
+def _blocks(count: int, num_pages: int = 0) -> str:
+    blocks = "1 block" if count == 1 else f"{count} blocks"
+    return f"{blocks} and {_pages(num_pages)}" if num_pages else blocks
 
 
 def _pages(count: int) -> str:
@@ -409,7 +413,8 @@ def prune(store: StoreControl, model_name: str | None, yes: bool, dry_run: bool)
         confirm("Drop what nothing can use?", "prune")
     answer = store.answer(Prune(model=model_name or "", dry_run=dry_run))
     verb = "would drop" if dry_run else "dropped"
-    lines = [f"{verb} {_blocks(answer['pruned_blocks'])}, {format_bytes(answer['freed_bytes'])}"]
+    dropped = _blocks(answer["pruned_blocks"], answer["window_pages"])
+    lines = [f"{verb} {dropped}, {format_bytes(answer['freed_bytes'])}"]
     lines += [as_text(answer["by_reason"])] if answer["by_reason"] else []
     is_problem = bool(_keys_problem(answer))
     document = {**answer, "dry_run": True} if dry_run else answer
@@ -474,7 +479,7 @@ def verify(
     call.check()
     progress = functools.partial(terminal_progress(), "verifying")
     answer = store.answer(call, progress)
-    checked = f"Checked {answer['checked']} block{'s' * (answer['checked'] != 1)}"
+    checked = f"Checked {_blocks(answer['checked'], answer['window_pages'])}"
     result = "all good."
     if is_bad := answer["bad"] > 0:
         reasons = as_text(answer["by_reason"])

@@ -43,7 +43,8 @@ class Df(Verb, frozen=True, kw_only=True, tag="df"):
             **tiers,
             "disk": {**stats, "blocks": stats["blocks"] - num_pages, **dropped},
             "tenants": {
-                it: {"blocks": num, "bytes": size} for it, (num, size) in told.tenants.items()
+                it: {"blocks": num - num_pages, "window_pages": num_pages, "bytes": size}
+                for it, (num, size, num_pages) in told.tenants.items()
             },
             "writer_pid": told.writer_pid,
             **(_namespaces(worker) if self.verbose else {}),

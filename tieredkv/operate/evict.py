@@ -21,7 +21,7 @@ from tieredkv.pieces import cut
 from tieredkv.storage.messages.operator import NO_ANSWER, Delete, Deleted, Figures, StoreFigures
 from tieredkv.types import Tier
 
-SUMMED = ("evicted_blocks", "freed_bytes", "refused_blocks")
+SUMMED = ("evicted_blocks", "window_pages", "freed_bytes", "refused_blocks")
 NOTHING_EVICTED: Mapping[str, Any] = {**dict.fromkeys(SUMMED, 0), "unknown_ids": [], "disk": None}
 """The answer of an eviction that matches no chain."""
 
@@ -128,9 +128,11 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
         parse_filter(self.filter)
 
     def answer(self, worker: Worker) -> dict[str, Any]:
-        """Evict, and tell how much: `{"evicted_blocks", "freed_bytes", "unknown_ids", "disk"}`.
+        """Evict, and tell how much.
 
-        Copies count: a block that was in three tiers is evicted three times. `disk` has the disk
+        The answer has `evicted_blocks`, `window_pages`, `freed_bytes`, `unknown_ids` and `disk`.
+        Copies count: a block that was in three tiers is evicted three times, and pages of layers
+        with windows count beside the blocks. `disk` has the disk
         tier's part, and the keys that are destroyed and kept.
 
         Raises:
@@ -166,7 +168,11 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
         done = worker.delete(asked)
         if is_silent:
             raise silent_engine() if self.dry_run else _silent(done)
-        disk = {"evicted_blocks": done.num_blocks, "freed_bytes": done.freed_bytes}
+        disk = {
+            "evicted_blocks": done.num_blocks,
+            "window_pages": done.window_pages,
+            "freed_bytes": done.freed_bytes,
+        }
         sums = {name: count + engine.get(name, 0) for name, count in disk.items()}
         keys: dict[str, Any] = {"erased_keys": done.erased_keys, "kept_keys": done.kept_keys}
         # A worker that has no keys drops blocks nevertheless.

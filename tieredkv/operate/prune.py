@@ -38,7 +38,9 @@ class Prune(Verb, frozen=True, kw_only=True, tag="prune"):
         return not self.dry_run
 
     def answer(self, worker: Worker) -> dict[str, Any]:
-        """Return `{"pruned_blocks", "freed_bytes", "by_reason"}`, and why keys were kept.
+        """Return `{"pruned_blocks", "window_pages", "freed_bytes", "by_reason"}`.
+
+        Pages of layers with windows are no blocks. `keys_error` says why keys were kept, if so.
 
         Raises:
             ConfigError: the model that is in use is not known.
@@ -72,7 +74,7 @@ class Prune(Verb, frozen=True, kw_only=True, tag="prune"):
             "other_model": living.blocks[~is_used[living.blocks["kind"]]],
             "orphan": orphans[is_used[orphans["kind"]]],
         }
-        by_reason, freed_bytes = dict[str, int](), 0
+        by_reason, window_pages, freed_bytes = dict[str, int](), 0, 0
         keys_error = "" if self.dry_run else worker.one(Figures(), StoreFigures).lacks_keys
         for why, some in useless.items():
             # Of expired blocks some may be stored again by now, and live.
@@ -80,10 +82,12 @@ class Prune(Verb, frozen=True, kw_only=True, tag="prune"):
             asked = Delete(starts=starts_in(some), expired=is_expired, dry_run=self.dry_run)
             done = worker.delete(asked)
             by_reason |= {why: done.num_blocks} if done.num_blocks else {}
+            window_pages += done.window_pages
             freed_bytes += done.freed_bytes
             keys_error = done.keys_error or keys_error
         return {
             "pruned_blocks": sum(by_reason.values()),
+            "window_pages": window_pages,
             "freed_bytes": freed_bytes,
             "by_reason": by_reason,
             **({"keys_error": keys_error} if keys_error else {}),

@@ -80,7 +80,7 @@ class Verify(Verb, frozen=True, kw_only=True, tag="verify"):
             total = int(self.sample * worker.one(messages.Figures(), StoreFigures).stats.blocks)
             for part in worker.parts(asked, Checked):
                 found.add(part)
-                worker.progress(found.checked, total)
+                worker.progress(found.checked + found.window_pages, total)
         except (CorruptIndexError, StoreFailedError) as error:
             if not self.repair:
                 raise
@@ -93,18 +93,26 @@ class Verify(Verb, frozen=True, kw_only=True, tag="verify"):
 
 
 class Findings(msgspec.Struct, kw_only=True):
-    """What `verify` found."""
+    """What `verify` found.
+
+    Attributes:
+        checked, window_pages: blocks, and pages of layers with windows, that were read.
+        bad, by_reason, repaired: blocks and pages that were bad, and how many were dropped.
+        stray_pages: pages of layers with windows whose block is not on disk.
+    """
 
     checked: int = 0
     bad: int = 0
     by_reason: dict[str, int] = {}
     repaired: int = 0
+    window_pages: int = 0
     stray_pages: int = 0
 
     def add(self, part: Checked) -> None:
         """Add what a part of the check has found."""
         self.checked += part.checked
         self.repaired += part.repaired
+        self.window_pages += part.window_pages
         self.stray_pages += part.stray_pages
         self.bad += sum(part.by_reason.values())
         self.by_reason = dict(Counter(self.by_reason) + Counter(part.by_reason))

@@ -79,7 +79,7 @@ class Worker:
         """Drop and erase blocks."""
         if asked.starts is None:
             return self.one(asked, Deleted)
-        done = Deleted(0, 0, [], [], "")
+        done = Deleted(0, 0, 0, [], [], "")
         for some in cut(asked.starts, _STARTS_A_CALL):
             done = _added(done, self.one(replace(asked, starts=some), Deleted))
         return done
@@ -160,6 +160,7 @@ def _added(one: Deleted, other: Deleted) -> Deleted:
     kept = {*one.kept_keys, *other.kept_keys} - erased
     return Deleted(
         one.num_blocks + other.num_blocks,
+        one.window_pages + other.window_pages,
         one.freed_bytes + other.freed_bytes,
         sorted(erased),
         sorted(kept),
