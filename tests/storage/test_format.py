@@ -129,7 +129,7 @@ def test_the_example_for_outsiders_lists_the_blocks(
 def test_meta_counters_and_segments_are_as_described(databases: Databases) -> None:
     meta = msgspec.msgpack.decode(databases["meta"].pop(b"store"))
     assert not databases["meta"]
-    totals = [NUM_BLOCKS, NUM_BLOCKS * BLOCK_BYTES]
+    totals = [NUM_BLOCKS, NUM_BLOCKS * BLOCK_BYTES, 0]
     computed_at = entry_of(record_of(databases, 0)[1])["computed_at"]
     assert meta.pop("clock") >= computed_at
     assert meta.pop("bytes_written") >= NUM_BLOCKS * EXTENT_BYTES
@@ -148,7 +148,8 @@ def test_meta_counters_and_segments_are_as_described(databases: Databases) -> No
         "needs_rebuild": False,
         "faults": {},
         "num_encrypted": 0,
-        "windows": [0, 0],
+        "window_bytes": 0,
+        "page_kinds": [],
     }
     assert list(map(msgspec.msgpack.decode, databases["namespaces"].values())) == [totals]
     [(segment, state)] = databases["segments"].items()

@@ -107,14 +107,7 @@ class StoreMachine(RuleBasedStateMachine):
         self._advance(0.001)  # these blocks are used later than all before them
         now = self.clock.now()
         records = [
-            make_record(
-                chain,
-                position,
-                now=now,
-                size_bytes=SIZES[chain],
-                expires_at=now + life_s,
-                kind=position % 2,
-            )
+            make_record(chain, position, now=now, size_bytes=SIZES[chain], expires_at=now + life_s)
             for position in range(start, min(start + count, CHAIN_BLOCKS))
         ]
         extents = self.store.reserve(records)
@@ -181,7 +174,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(chain=chains, position=positions)
     def load(self, chain: str, position: int) -> None:
-        asked = make_record(chain, position, size_bytes=SIZES[chain], kind=position % 2)
+        asked = make_record(chain, position, size_bytes=SIZES[chain])
         known = self.model.get(asked.block_hash)
         assert load(self.store, asked) == (None if known is None else payload_of(known))
 
