@@ -93,8 +93,8 @@ class Drainer:
         tiers.recheck(tiers.catalog.try_again())
         newest, budget = self._newest(), tiers.store.stats().bytes_budget if tiers.store else 0
         fitting = budget // tiers.payload_bytes if budget else len(newest)
-        entries = [it for it in newest[:fitting] if tiers.is_owed_to_disk(it.block_hash)]
-        too_many = [it for it in newest[fitting:] if tiers.is_owed_to_disk(it.block_hash)]
+        entries = [entry for entry in newest[:fitting] if not entry.is_on_disk]
+        too_many = [entry for entry in newest[fitting:] if not entry.is_on_disk]
         for entry in reversed(entries):
             owed.move_to_end(entry.block_hash, last=False)
         for entry in too_many:
@@ -108,8 +108,8 @@ class Drainer:
             time.sleep(POLL_S)
         demoter.is_draining = False
         evicted = {entry.block_hash for entry in too_many}
-        left = [entry for entry in tiers.catalog.entries() if tiers.is_promised(entry)]
-        left = [entry for entry in left if entry.block_hash not in evicted]
+        promised = filter(tiers.is_promised, tiers.catalog.entries())
+        left = [entry for entry in promised if entry.block_hash not in evicted]
         refusals = Counter(entry.refusal for entry in left if entry.refusal)
         num_refused, lost = refusals.total(), tiers.counters.lost_blocks
         num_late = len(left) - num_refused
