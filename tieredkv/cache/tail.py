@@ -272,21 +272,24 @@ class Tail(Chain):
 
         Places at intervals count only if those are used with their session.
         """
+        return [i for block in self._used_blocks for i in self.pages_of(block, block + 1)]
+
+    @property
+    def _used_blocks(self) -> list[int]:
+        """The blocks whose pages are used now, ascending."""
         end, most = self.found_end, len(self.of.hashes)
         is_used = self.interval.is_used
         places = self.kept_between(0, most + self.reach - 1) if is_used else self.kept_ends
-        blocks = {*range(self._first_needed(end), end), *self._before(places, 0, most)}
-        return [index for block in sorted(blocks) for index in self.pages_of(block, block + 1)]
+        return sorted({*range(self._first_needed(end), end), *self._before(places, 0, most)})
 
     @property
     def used_hashes(self) -> list[BlockHash]:
         """The chain's hashes, each with those of its `used` pages behind it."""
-        hashes, found = self.of.hashes, list[BlockHash]()
-        begun, num_kinds = 0, len(self.kinds)
-        for index in self.used:
-            found += hashes[begun : index // num_kinds + 1]
-            begun = index // num_kinds + 1
-            found.append(self.hashes[index])
+        hashes, found, begun = self.of.hashes, list[BlockHash](), 0
+        for block in self._used_blocks:
+            found += hashes[begun : block + 1]
+            found += self.hashes_of([block])
+            begun = block + 1
         return found + hashes[begun:]
 
     def with_pages(self, blocks: Sequence[Block]) -> list[Block]:

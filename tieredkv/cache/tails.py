@@ -66,16 +66,17 @@ class Tails:
         if tiers.can_load:
             absent = {*tiers.host.missing(absent)}
             now = tiers.clock.now()
-            until = self._until(tail, pages) if absent and tiers.store is not None else ()
+            has_disk = tiers.store is not None
+            until = self._until(tail, pages, hashes) if absent and has_disk else ()
             on_disk = (it for it, second in zip(hashes, until, strict=False) if second > now)
             absent.difference_update(on_disk)
         lacking = zip(pages, hashes, strict=True)
         return sorted({index // len(tail.kinds) for index, it in lacking if it in absent})
 
-    def _until(self, tail: Tail, pages: Sequence[int]) -> list[int]:
+    def _until(self, tail: Tail, pages: Sequence[int], hashes: Sequence[BlockHash]) -> list[int]:
         """Return until when the disk has each of these pages; 0 of those that it does not have."""
         presence = self._tiers.presence
-        until: list[int] = presence.until([tail.hashes[index] for index in pages]).tolist()
+        until: list[int] = presence.until(hashes).tolist()
         if not presence.is_whole:  # what the disk has answered counts as well
             answers = self._lookups.answers(tail)
             until = [max(it, answers.get(i, 0)) for i, it in zip(pages, until, strict=True)]
@@ -91,7 +92,8 @@ class Tails:
         tail.disk_until = []
         if needed and self._tiers.store is not None and self._tiers.can_load:
             tail.disk_until = [0] * len(tail.hashes)
-            tail.disk_until[needed.start : needed.stop] = self._until(tail, needed)
+            named = tail.hashes[needed.start : needed.stop]
+            tail.disk_until[needed.start : needed.stop] = self._until(tail, needed, named)
         return needed
 
     def find(self, tail: Tail, end: int) -> list[Block | None]:
