@@ -2,11 +2,12 @@
 
 The scores of heads of 512 dims and their sums do not fit together into a multiprocessor, so a fused
 kernel would compute scores more than once. Here one kernel writes the weights exp2(score - maximum)
-to memory, where the maximum is that of a query within a tile of keys. A second one multiplies them
-by the values, and scales each tile's weights to the maximum over all tiles. Both are plain tiled
-products, and a score is 2 bytes that are written once. A maximum is rounded up to a whole number,
-so that scaling multiplies by a power of two, which rounds nothing. Scores are in base 2. Callers go
-through `tieredkv.kernels.prefill_dense`.
+to memory, where the maximum is that of a row within a tile of keys. A row is a query of one head,
+and the heads of a KV head share tiles. A second kernel multiplies the weights by the values, and
+scales each tile's weights to the maximum over all tiles. Both are plain tiled products, and a score
+is 2 bytes that are written once. A maximum is rounded up to a whole number, so that scaling
+multiplies by a power of two, which rounds nothing. Scores are in base 2. Callers go through
+`tieredkv.kernels.prefill_dense`.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -29,7 +30,11 @@ MAX_WEIGHTS_BYTES = 256 << 20
 
 ROWS = 128
 KEYS = 128
-"""Rows and keys of a tile of scores."""
+"""Rows and keys of a tile of scores; a row is one query of one head."""
+
+ROW_TILES = 64
+"""Tiles of rows for which a tile of keys is used in turn. With heads of 512 in 16 bits their
+queries take 8 MiB, which stay in the device's cache."""
 
 DIMS = 128
 """Dims of the output that a program computes for a tile of rows."""
@@ -45,36 +50,41 @@ VALUES_OPTIONS = {"num_warps": 4, "num_stages": 3}
 
 
 @triton.jit
-def _count_keys(tile, num_queries, num_keys, position, ROWS: tl.constexpr):
+def _count_keys(tile, num_rows, num_keys, position, GROUP: tl.constexpr, ROWS: tl.constexpr):
     """Return how many keys the last query of a tile sees; the others see no more."""
-    last = tl.minimum(tile * ROWS + ROWS, num_queries) - 1
+    last = (tl.minimum(tile * ROWS + ROWS, num_rows) - 1) // GROUP
     return tl.minimum(num_keys, position + last + 1)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "position"])
+@triton.jit(do_not_specialize=["num_rows", "num_keys", "position"])
 def _scores_kernel(
-    p_ptr, max_ptr, sum_ptr, q_ptr, k_ptr, scale_log2, num_queries, num_keys, position,
-    q_stride_query, q_stride_head, k_stride_key, k_stride_head, p_stride_head, p_stride_query,
+    p_ptr, max_ptr, sum_ptr, q_ptr, k_ptr, scale_log2, num_rows, num_keys, position,
+    q_stride_query, q_stride_head, k_stride_key, k_stride_head, p_stride_head, p_stride_row,
     sum_stride_head, sum_stride_tile, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, STEP: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STEP: tl.constexpr, ROW_TILES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the weights of a tile of queries and keys, and each query's maximum and sum there.
+    """Compute the weights of a tile of rows and keys, and each row's maximum and sum there.
 
-    Query i sees the keys up to position + i. Grid: (tiles of queries, tiles of keys, num_heads);
-    tiles that no query sees are left unwritten. A query that sees no key of a tile has maximum -inf
-    and weights 0 there. Masks: dims past HEAD_DIM; queries and keys past the last read the last,
-    and their weights are written, for which the buffers have room. Bytes moved: HEAD_DIM elements
-    for each query and each key, and one element written for each score.
+    Row r is query r // GROUP and head r % GROUP of those of one KV head. Query i sees the keys up
+    to position + i. Grid: (tiles of keys, tiles of rows, num_kv_heads), of which ROW_TILES tiles
+    of rows are computed for a tile of keys before the next; tiles that no row sees are left
+    unwritten. A row that sees no key of a tile has maximum -inf and weights 0 there. Masks: dims
+    past HEAD_DIM; rows and keys past the last read the last, and their weights are written, for
+    which the buffers have room. Bytes moved: HEAD_DIM elements for each row and each key, and one
+    element written for each score.
     """
-    key_tile = tl.program_id(1)
-    head = tl.program_id(2)
-    if key_tile * KEYS >= _count_keys(tl.program_id(0), num_queries, num_keys, position, ROWS):
+    row_tile, key_tile = tl.swizzle2d(
+        tl.program_id(1), tl.program_id(0), tl.num_programs(1), tl.num_programs(0), ROW_TILES
+    )
+    kv_head = tl.program_id(2)
+    if key_tile * KEYS >= _count_keys(row_tile, num_rows, num_keys, position, GROUP, ROWS):
         return
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = row_tile * ROWS + tl.arange(0, ROWS)
     key = key_tile * KEYS + tl.arange(0, KEYS)
-    query = tl.minimum(row, num_queries - 1)
-    q_offset = query * q_stride_query + head * q_stride_head
-    k_offset = tl.minimum(key, num_keys - 1) * k_stride_key + head // GROUP * k_stride_head
+    real_row = tl.minimum(row, num_rows - 1)
+    query = real_row // GROUP
+    q_offset = query * q_stride_query + (kv_head * GROUP + real_row % GROUP) * q_stride_head
+    k_offset = tl.minimum(key, num_keys - 1) * k_stride_key + kv_head * k_stride_head
     scores = tl.zeros([ROWS, KEYS], tl.float32)
     for start in range(0, HEAD_DIM, STEP):
         dim = start + tl.arange(0, STEP)
@@ -89,34 +99,34 @@ def _scores_kernel(
     # A row without a visible key keeps -inf; a shift of 0 makes exp2 give 0, not NaN.
     shift = tl.where(row_max == float("-inf"), 0.0, row_max)
     weights = tl.exp2(scores - shift[:, None]).to(p_ptr.dtype.element_ty)
-    sum_offset = head * sum_stride_head + key_tile * sum_stride_tile + row
+    sum_offset = kv_head * sum_stride_head + key_tile * sum_stride_tile + row
     tl.store(max_ptr + sum_offset, row_max)
     # The sum is that of the rounded weights, so that they add up to 1 once they are divided by it.
     tl.store(sum_ptr + sum_offset, tl.sum(weights.to(tl.float32), 1))
-    p_offset = head * p_stride_head + row * p_stride_query
+    p_offset = kv_head * p_stride_head + row * p_stride_row
     tl.store(p_ptr + p_offset[:, None] + key[None, :], weights)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "position"])
+@triton.jit(do_not_specialize=["num_rows", "num_keys", "position"])
 def _values_kernel(
-    out_ptr, lse_ptr, p_ptr, max_ptr, sum_ptr, v_ptr, num_queries, num_keys, position,
-    v_stride_key, v_stride_head, p_stride_head, p_stride_query, sum_stride_head, sum_stride_tile,
+    out_ptr, lse_ptr, p_ptr, max_ptr, sum_ptr, v_ptr, num_rows, num_keys, position,
+    v_stride_key, v_stride_head, p_stride_head, p_stride_row, sum_stride_head, sum_stride_tile,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     DIMS: tl.constexpr, STEP: tl.constexpr, KEY_TILES: tl.constexpr,
 ):  # fmt: skip
-    """Multiply the weights of a tile of queries by the values, and divide by the queries' sums.
+    """Multiply the weights of a tile of rows by the values, and divide by the rows' sums.
 
-    Grid: (ceil(HEAD_DIM / DIMS), tiles of queries, num_heads). Maxima and sums are read for
-    KEY_TILES tiles of keys at a time. Queries that see no key give 0 and an lse of -inf. Masks:
-    queries past the last, dims past HEAD_DIM; keys past the last read the last, and have weight 0.
-    Bytes moved: the weights, and DIMS elements of each value, read once; DIMS elements per query
-    written.
+    Rows are those of `_scores_kernel`. Grid: (ceil(HEAD_DIM / DIMS), tiles of rows, num_kv_heads).
+    Maxima and sums are read for KEY_TILES tiles of keys at a time. Rows that see no key give 0 and
+    an lse of -inf. Masks: rows past the last, dims past HEAD_DIM; keys past the last read the last,
+    and have weight 0. Bytes moved: the weights, and DIMS elements of each value, read once; DIMS
+    elements per row written.
     """
-    head = tl.program_id(2)
-    num_seen = _count_keys(tl.program_id(1), num_queries, num_keys, position, ROWS)
+    kv_head = tl.program_id(2)
+    num_seen = _count_keys(tl.program_id(1), num_rows, num_keys, position, GROUP, ROWS)
     num_tiles = tl.cdiv(num_seen, KEYS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    sum_offset = head * sum_stride_head + row
+    sum_offset = kv_head * sum_stride_head + row
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     for first in range(0, num_tiles, KEY_TILES):
@@ -134,26 +144,26 @@ def _values_kernel(
     shift = tl.where(row_max == float("-inf"), 0.0, row_max)
     dim = tl.program_id(0) * DIMS + tl.arange(0, DIMS)
     is_dim = (dim < HEAD_DIM)[None, :]
-    p_offset = head * p_stride_head + row * p_stride_query
+    p_offset = kv_head * p_stride_head + row * p_stride_row
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     for start in range(0, num_seen, STEP):
         key = start + tl.arange(0, STEP)
         weights = tl.load(p_ptr + p_offset[:, None] + key[None, :])
         tile_max = tl.load(max_ptr + sum_offset + start // KEYS * sum_stride_tile)
         weights *= tl.exp2(tile_max - shift).to(weights.dtype)[:, None]
-        v_offset = tl.minimum(key, num_keys - 1) * v_stride_key + head // GROUP * v_stride_head
+        v_offset = tl.minimum(key, num_keys - 1) * v_stride_key + kv_head * v_stride_head
         v = tl.load(v_ptr + v_offset[:, None] + dim[None, :], is_dim, other=0.0)
         acc = tl.dot(weights, v, acc, input_precision="ieee")
     divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
     acc = acc / divisor[:, None]
-    is_row = row < num_queries
-    num_heads = tl.num_programs(2)
-    out_offset = (row * num_heads + head) * HEAD_DIM
+    is_row = row < num_rows
+    query, head = row // GROUP, kv_head * GROUP + row % GROUP
+    out_offset = (query * tl.num_programs(2) * GROUP + head) * HEAD_DIM
     target = out_ptr + out_offset[:, None] + dim[None, :]
     tl.store(target, acc.to(out_ptr.dtype.element_ty), is_row[:, None] & is_dim)
     if tl.program_id(0) == 0:
         lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(divisor)) * LN_2)
-        tl.store(lse_ptr + head * num_queries + row, lse, is_row)
+        tl.store(lse_ptr + head * (num_rows // GROUP) + query, lse, is_row)
 
 
 def attend_square(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[Partial]:
@@ -190,20 +200,22 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, position: int) -> Part
     """
     num_queries, num_heads, head_dim = q.shape
     num_keys, num_kv_heads, _ = k.shape
-    tiles, key_tiles = triton.cdiv(num_queries, ROWS), triton.cdiv(num_keys, KEYS)
-    weights = q.new_empty(num_heads, tiles * ROWS, key_tiles * KEYS)
-    sums = torch.empty(2, num_heads, key_tiles, tiles * ROWS, dtype=torch.float32, device=q.device)
+    group = num_heads // num_kv_heads
+    tiles, key_tiles = triton.cdiv(num_queries * group, ROWS), triton.cdiv(num_keys, KEYS)
+    weights = q.new_empty(num_kv_heads, tiles * ROWS, key_tiles * KEYS)
+    sums = torch.empty(
+        2, num_kv_heads, key_tiles, tiles * ROWS, dtype=torch.float32, device=q.device
+    )
     out = q.new_empty(num_queries, num_heads, head_dim)
     lse = torch.empty(num_heads, num_queries, dtype=torch.float32, device=q.device)
-    lengths = (num_queries, num_keys, position)
+    lengths = (num_queries * group, num_keys, position)
     strides = (*weights.stride()[:2], *sums.stride()[1:3])
-    sizes = {"GROUP": num_heads // num_kv_heads, "HEAD_DIM": head_dim}
-    sizes |= {"ROWS": ROWS, "KEYS": KEYS, "STEP": STEP}
-    _scores_kernel[(tiles, key_tiles, num_heads)](
+    sizes = {"GROUP": group, "HEAD_DIM": head_dim, "ROWS": ROWS, "KEYS": KEYS, "STEP": STEP}
+    _scores_kernel[(key_tiles, tiles, num_kv_heads)](
         weights, *sums, q, k, scale * LOG2_E, *lengths, *q.stride()[:2], *k.stride()[:2], *strides,
-        **sizes, **SCORES_OPTIONS,
+        **sizes, ROW_TILES=ROW_TILES, **SCORES_OPTIONS,
     )  # fmt: skip
-    _values_kernel[(triton.cdiv(head_dim, DIMS), tiles, num_heads)](
+    _values_kernel[(triton.cdiv(head_dim, DIMS), tiles, num_kv_heads)](
         out, lse, weights, *sums, v, *lengths, *v.stride()[:2], *strides,
         **sizes, DIMS=DIMS, KEY_TILES=KEY_TILES, **VALUES_OPTIONS,
     )  # fmt: skip

@@ -144,8 +144,13 @@ def compile_products(dtype: torch.dtype, group: int, head_dim: int) -> None:
         "KEYS": prefill_products.KEYS,
         "STEP": prefill_products.STEP,
     }
+    compile_kernel(
+        prefill_products._scores_kernel,
+        dtype,
+        sizes | {"ROW_TILES": prefill_products.ROW_TILES},
+        **prefill_products.SCORES_OPTIONS,
+    )
     own = {"DIMS": prefill_products.DIMS, "KEY_TILES": prefill_products.KEY_TILES}
-    compile_kernel(prefill_products._scores_kernel, dtype, sizes, **prefill_products.SCORES_OPTIONS)
     compile_kernel(
         prefill_products._values_kernel, dtype, sizes | own, **prefill_products.VALUES_OPTIONS
     )

@@ -24,7 +24,7 @@ def set_tiles(monkeypatch: pytest.MonkeyPatch) -> SetTiles:
 
     def set_them(**sizes: int) -> ModuleType:
         products = checks.triton_module("prefill_products")
-        small = {"ROWS": 16, "KEYS": 32, "DIMS": 32, "STEP": 16, "KEY_TILES": 2}
+        small = {"ROWS": 16, "KEYS": 32, "DIMS": 32, "STEP": 16, "KEY_TILES": 2, "ROW_TILES": 2}
         for name, size in (small | sizes).items():
             monkeypatch.setattr(products, name, size)
         return products
