@@ -78,13 +78,12 @@ class Graph:
 
         Args:
             rows: of the step.
-            layout: of the rows; it leaves the dense path if the graph does not have it.
+            layout: of the rows; it leaves ways of attending that the graph does not have.
             changes: of the block tables, as `BlockTables.update` returns them.
         """
+        layout.fit_graph(is_fresh=self.is_fresh)
         if self.is_fresh:
             self.buffers.tables.copy_fresh(layout.spans[0])
-        else:
-            layout.leave_dense_path()
         self.buffers.fill(rows, layout, changes, num_tokens=self.num_tokens, num_kept=self.num_kept)
         self.graph.replay()
         return StepOutput(*(part[: len(layout.kept)] for part in self.output))

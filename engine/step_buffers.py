@@ -304,6 +304,7 @@ class StepBuffers:
                 shares.dense,
                 plans.narrow if shares.narrow else None,
                 plans.wide if shares.wide else None,
+                shares.products,
             )
             for kind, shares, plans in zip(self.kinds, layout.shares, self.plans, strict=True)
         ]
@@ -384,7 +385,7 @@ class Layout:
         if len(self.last) in (0, end) or len(self.last) < len(self.kept):
             self.last = []
         self.num_tokens, self._kinds = end, kinds
-        self.shares = self._share_out(may_be_dense=True)
+        self.shares = self._share_out(may_be_dense=True, may_be_products=True)
         self.has_chunks = end > len(self.spans)
         is_alone = len(self.spans) == 1 and any(shares.dense for shares in self.shares)
         self.is_fresh = bool(is_alone and self.spans[0].context_len == end)
@@ -394,13 +395,15 @@ class Layout:
         """About how many pairs there are of a token and a token that it attends to."""
         return sum(pairs(n - length, n) for _, _, length, n in self.spans)
 
-    def leave_dense_path(self) -> None:
-        """Have the paged kernel attend all spans, as in a captured step."""
-        if any(shares.dense for shares in self.shares):
-            self.shares = self._share_out(may_be_dense=False)
+    def fit_graph(self, *, is_fresh: bool) -> None:
+        """Have the paged kernel attend all spans, but for the dense part of a fresh step."""
+        others = (shares.products or (shares.dense and not is_fresh) for shares in self.shares)
+        if any(others):
+            self.shares = self._share_out(may_be_dense=is_fresh, may_be_products=False)
 
-    def _share_out(self, *, may_be_dense: bool) -> list[launch.Shares]:
+    def _share_out(self, *, may_be_dense: bool, may_be_products: bool) -> list[launch.Shares]:
+        ways = {"may_be_dense": may_be_dense, "may_be_products": may_be_products}
         return [
-            launch.share_out(self.spans, heads, may_be_dense=may_be_dense, window=window)
+            launch.share_out(self.spans, heads, **ways, window=window)
             for heads, window, _ in self._kinds
         ]

@@ -25,10 +25,10 @@ def _gather_kernel(
     k_cache_ptr, v_cache_ptr, table_ptr, out_ptr, cache_stride_block, half_elements,
     NUM_ELEMENTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Copy one tile of one block's keys and values.
+    """Copy one tile of one block's keys and values; v_cache_ptr is None where keys are all.
 
-    Grid: (num_blocks, ceil(block elements / TILE)). Masks: the end of the block. Bytes moved: 2
-    reads and 2 writes of TILE elements per program.
+    Grid: (num_blocks, ceil(block elements / TILE)). Masks: the end of the block. Bytes moved: TILE
+    elements of keys, and of values, read and written per program.
     """
     block = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -36,17 +36,25 @@ def _gather_kernel(
     source = tl.load(table_ptr + block).to(tl.int64) * cache_stride_block + element
     target = out_ptr + block * NUM_ELEMENTS + element
     k = tl.load(k_cache_ptr + source, mask)
-    v = tl.load(v_cache_ptr + source, mask)
+    if v_cache_ptr is not None:
+        v = tl.load(v_cache_ptr + source, mask)
+        tl.store(target + half_elements, v, mask)
     tl.store(target, k, mask)
-    tl.store(target + half_elements, v, mask)
 
 
 def gather_blocks(cache: LayerCache, table: Tensor, out: Tensor) -> None:
-    """Copy the blocks of a table, each contiguous, to out [2, num_blocks, *block shape]."""
+    """Copy the blocks of a table, each contiguous, to out.
+
+    Args:
+        cache: of the layer; keys and values may be one tensor, which is copied once.
+        table: [num_blocks].
+        out: [2, num_blocks, *block shape], or [1, num_blocks, *block shape].
+    """
     num_blocks, num_elements = table.shape[0], cache.k[0].numel()
     tile = min(TILE, triton.next_power_of_2(num_elements))
+    v_cache = cache.v if len(out) == 2 else None
     _gather_kernel[(num_blocks, triton.cdiv(num_elements, tile))](
-        *cache, table, out, cache.k.stride(0), num_blocks * num_elements,
+        cache.k, v_cache, table, out, cache.k.stride(0), num_blocks * num_elements,
         NUM_ELEMENTS=num_elements, TILE=tile, num_warps=8,
     )  # fmt: skip
 

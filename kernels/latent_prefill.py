@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tieredkv.kernels import prefill_dense, reference
-from tieredkv.kernels.checks import triton_module
+from tieredkv.kernels import prefill_dense
+from tieredkv.kernels.checks import LayerCache, triton_module
 from tieredkv.kernels.partition import Heads, Latent
 from tieredkv.kernels.prefill_dense import Partial
 
@@ -95,8 +95,30 @@ def expand(
     Bytes moved: the latents are read twice and written once, keys and values are written, and the
     part of the keys that is made of latents is read and written once more.
     """
-    stored = reference.gather_context(cache[:, :, None], block_table, start, end)[:, 0]
+    stored = gather(cache, block_table, start, end)
     latents, rotated = stored.split([latent.rank, latent.rope_dim], dim=1)
     made = F.linear(latents, matrix).unflatten(1, (-1, latent.key_dim + latent.value_dim))
     plain, v = made.split([latent.key_dim, latent.value_dim], dim=2)
     return torch.cat([plain, rotated[:, None].expand(-1, plain.shape[1], -1)], dim=2), v
+
+
+def gather(cache: Tensor, block_table: Tensor, start: int, end: int) -> Tensor:
+    """Copy what is stored for the positions [start, end) of a context.
+
+    Bytes moved: those of the blocks with these positions are read and written once.
+
+    Args:
+        cache: [num_blocks, block_size, rank + rope_dim], with contiguous blocks.
+        block_table: [max_blocks].
+        start: first position.
+        end: position after the last one.
+
+    Returns:
+        [end - start, rank + rope_dim], contiguous.
+    """
+    block_size = cache.shape[1]
+    first_block, end_block = start // block_size, -(-end // block_size)
+    gathered = cache.new_empty(1, end_block - first_block, *cache.shape[1:])
+    blocks = block_table[first_block:end_block]
+    triton_module("dense_kernels").gather_blocks(LayerCache(cache, cache), blocks, gathered)
+    return gathered.flatten(0, 2)[start - first_block * block_size : end - first_block * block_size]

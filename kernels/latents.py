@@ -1,9 +1,10 @@
 """Entry points of latent attention (MLA): check tensors on the host, then run Triton or torch.
 
 `partition.Latent` says what is stored and how it is attended to. Single queries and short chunks
-are absorbed. Long chunks are expanded, since that takes fewer operations. On a GPU those are the
-chunks of the dense path: it takes none below 1,024 queries, and for all known models it pays to
-expand from a few hundred on. No function reads a device tensor on the host, so that calls can be
+are absorbed: by the paged kernel, or behind a long context as two products. Long chunks are
+expanded, since that takes fewer operations. On a GPU those are the chunks of the dense path: it
+takes none below 1,024 queries, and for all known models it pays to expand from a few hundred on.
+`launch.share_out` chooses. No function reads a device tensor on the host, so that calls can be
 captured in CUDA graphs. This module knows no requests, tiers or models.
 """
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tieredkv.errors import ShapeError
-from tieredkv.kernels import checks, latent_prefill, launch, partition, reference
+from tieredkv.kernels import checks, latent_prefill, latent_products, launch, partition, reference
 from tieredkv.kernels.checks import LayerCache, Rope, describe, triton_module
 from tieredkv.kernels.partition import Batch, Heads, Span
 from tieredkv.kernels.prefill_dense import RefusedError
@@ -196,7 +197,7 @@ def _attend_absorbed(
     heads: Heads,
     out: Tensor,
 ) -> None:
-    """Attend the planned queries of a batch, all of which lie in some parts of the step."""
+    """Attend the queries of a batch that are not dense; all lie in some parts of the step."""
     tilings = partition.narrow_tiling(heads), partition.wide_tiling(heads)
     plans = list(zip((batch.narrow, batch.wide), tilings, strict=True))
     latent = heads.latent
@@ -215,6 +216,12 @@ def _attend_absorbed(
                 absorbed.transpose(0, 1), rotated, cache, batch.block_tables, plan, tiling, scale,
                 summed.transpose(0, 1),
             )  # fmt: skip
+    for span in batch.products:
+        chunk = slice(span.first_token, span.first_token + span.query_len)
+        q = torch.cat([absorbed[:, chunk].transpose(0, 1), rotated[chunk]], dim=2)
+        table = batch.block_tables[span.row]
+        attended = latent_products.attend(q, cache, table, span.context_len, scale, latent.rank)
+        summed[:, chunk] = attended.transpose(0, 1)
     for part in parts:
         out[part] = torch.bmm(summed[:, part], to_value.transpose(1, 2)).transpose(0, 1)
 

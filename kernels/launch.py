@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tieredkv.errors import ShapeError
-from tieredkv.kernels import checks, partition, prefill_dense, reference
+from tieredkv.kernels import checks, latent_products, partition, prefill_dense, reference
 from tieredkv.kernels.checks import LayerCache, describe, triton_module
 from tieredkv.kernels.partition import Batch, Heads, Span, Tiling
 
@@ -63,23 +63,32 @@ class Shares(NamedTuple):
     dense: list[Span]
     narrow: list[Span]
     wide: list[Span]
+    products: list[Span]
 
 
 def share_out(
-    spans: Sequence[Span], heads: Heads, *, may_be_dense: bool = True, window: int | None = None
+    spans: Sequence[Span],
+    heads: Heads,
+    *,
+    may_be_dense: bool = True,
+    may_be_products: bool = True,
+    window: int | None = None,
 ) -> Shares:
     """Assign each span, or each part of it, to the fastest kernel.
 
-    The dense path gets no span whose window leaves a part of the context out.
+    The dense path takes long chunks, but no span whose window leaves a part of the context out.
+    What it leaves of chunks of latent attention is attended as products behind a long context.
 
     Args:
         spans: of a step.
         heads: attention heads of the model.
-        may_be_dense: whether the dense path may be used; not in a captured step, as its launches
-            depend on the spans.
+        may_be_dense: whether the dense path may be used; not in a captured step of any lengths, as
+            its launches depend on the spans.
+        may_be_products: as may_be_dense, for the products of latent attention.
         window: positions that a query sees, or None for all.
     """
-    dense, narrow, wide = [], [], []
+    dense, narrow, wide, products = [], [], [], []
+    may_be_products &= heads.latent is not None and prefill_dense.is_available(heads)
     is_dense = may_be_dense and prefill_dense.is_available(heads)
     for span in spans:
         if span.query_len == 1:
@@ -90,9 +99,12 @@ def share_out(
         taken = prefill_dense.count_queries(query_len, context_len) if is_dense and is_whole else 0
         if taken:
             dense.append(Span(row, first_token, taken, context_len - query_len + taken))
-        if query_len > taken:
-            wide.append(Span(row, first_token + taken, query_len - taken, context_len))
-    return Shares(dense, narrow, wide)
+        rest = Span(row, first_token + taken, query_len - taken, context_len)
+        if may_be_products and latent_products.is_for(rest):
+            products.append(rest)
+        elif rest.query_len:
+            wide.append(rest)
+    return Shares(dense, narrow, wide, products)
 
 
 def make_batch(
@@ -107,7 +119,7 @@ def make_batch(
     shares = share_out(spans, heads, window=window)
     narrow = upload_plan(shares.narrow, partition.narrow_tiling(heads), heads.device, window)
     wide = upload_plan(shares.wide, partition.wide_tiling(heads), heads.device, window)
-    return Batch(block_tables, spans, shares.dense, narrow, wide)
+    return Batch(block_tables, spans, shares.dense, narrow, wide, shares.products)
 
 
 def upload_plan(

@@ -60,8 +60,9 @@ class Batch(NamedTuple):
             only the partitions.
         dense: spans that the dense path attends.
         narrow: partition of the single queries; None if there are none.
-        wide: partition of the chunks without the dense spans; None if there are none. Both serve
+        wide: partition of the chunks without the other spans; None if there are none. Both serve
             the layers of one window only, or those without one.
+        products: spans of latent attention that `latent_products` attends.
     """
 
     block_tables: Tensor
@@ -69,6 +70,7 @@ class Batch(NamedTuple):
     dense: Sequence[Span] = ()
     narrow: Tensor | None = None
     wide: Tensor | None = None
+    products: Sequence[Span] = ()
 
 
 class Tiling(NamedTuple):

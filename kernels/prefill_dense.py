@@ -141,12 +141,14 @@ def warm_up(
 def _merge_some(heads: Heads, sinks: Tensor | None) -> None:
     """Compile the kernels that merge parts."""
     kernels = triton_module("dense_kernels")
-    dim = heads.head_dim if heads.latent is None else heads.latent.value_dim
-    out = torch.zeros(STEP, heads.num_heads, dim, dtype=heads.dtype, device=heads.device)
+    latent = heads.latent
     lse = torch.zeros(heads.num_heads, STEP, device=heads.device)
-    # Sinks are in the first launch only, so that launches of later parts are a kernel of their own.
-    for num_parts in range(1 if sinks is not None else 2, 2 * kernels.MAX_PARTS):
-        kernels.merge_parts([Partial(out, lse)] * num_parts, torch.empty_like(out), sinks)
+    # Results of absorbed queries, which `latent_products` merges, have the dims of a latent.
+    for dim in {heads.head_dim} if latent is None else {latent.value_dim, latent.rank}:
+        out = torch.zeros(STEP, heads.num_heads, dim, dtype=heads.dtype, device=heads.device)
+        # Sinks are in the first launch only, so that launches of later parts are another kernel.
+        for num_parts in range(1 if sinks is not None else 2, 2 * kernels.MAX_PARTS):
+            kernels.merge_parts([Partial(out, lse)] * num_parts, torch.empty_like(out), sinks)
 
 
 def _try_shape(heads: Heads, num_queries: int, num_keys: int, *, is_causal: bool) -> None:

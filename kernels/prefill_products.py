@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tieredkv.kernels.partition import num_multiprocessors
 from tieredkv.kernels.prefill_dense import Partial
 
 LOG2_E = math.log2(math.e)
@@ -42,8 +43,17 @@ DIMS = 128
 STEP = 64
 """Dims, or keys, that are multiplied at a time."""
 
-KEY_TILES = 16
+KEY_TILES = 32
 """Tiles of keys whose maxima and sums are read at a time."""
+
+MIN_SHARE_TILES = 8
+"""Fewest tiles of keys that a program multiplies by values, if programs share a tile of rows."""
+
+PROGRAMS = 2
+"""Programs of the product with values that a multiprocessor runs at a time."""
+
+MIN_BUSY = 0.9
+"""Share of the multiprocessors' time that is enough for no further sharing."""
 
 SCORES_OPTIONS = {"num_warps": 8, "num_stages": 3}
 VALUES_OPTIONS = {"num_warps": 4, "num_stages": 3}
@@ -107,22 +117,24 @@ def _scores_kernel(
     tl.store(p_ptr + p_offset[:, None] + key[None, :], weights)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_keys", "position"])
+@triton.jit(do_not_specialize=["num_rows", "num_keys", "position", "num_shares"])
 def _values_kernel(
-    out_ptr, lse_ptr, p_ptr, max_ptr, sum_ptr, v_ptr, num_rows, num_keys, position,
+    out_ptr, lse_ptr, p_ptr, max_ptr, sum_ptr, v_ptr, num_rows, num_keys, position, num_shares,
     v_stride_key, v_stride_head, p_stride_head, p_stride_row, sum_stride_head, sum_stride_tile,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     DIMS: tl.constexpr, STEP: tl.constexpr, KEY_TILES: tl.constexpr,
 ):  # fmt: skip
-    """Multiply the weights of a tile of rows by the values, and divide by the rows' sums.
+    """Multiply the weights of a tile of rows by a share of the values, and divide by their sums.
 
-    Rows are those of `_scores_kernel`. Grid: (ceil(HEAD_DIM / DIMS), tiles of rows, num_kv_heads).
+    Rows are those of `_scores_kernel`. Grid: (ceil(HEAD_DIM / DIMS), tiles of rows, num_kv_heads *
+    num_shares). The tiles of keys that a tile of rows sees are divided into equal shares. Divided
+    by the sums of all keys, what the shares give adds up to the result; shares without keys give 0.
     Maxima and sums are read for KEY_TILES tiles of keys at a time. Rows that see no key give 0 and
     an lse of -inf. Masks: rows past the last, dims past HEAD_DIM; keys past the last read the last,
-    and have weight 0. Bytes moved: the weights, and DIMS elements of each value, read once; DIMS
-    elements per row written.
+    and have weight 0. Bytes moved: the share's weights, and DIMS elements of each of its values,
+    read once; DIMS elements per row written; a maximum and a sum per row and tile of keys.
     """
-    kv_head = tl.program_id(2)
+    kv_head, share = tl.program_id(2) // num_shares, tl.program_id(2) % num_shares
     num_seen = _count_keys(tl.program_id(1), num_rows, num_keys, position, GROUP, ROWS)
     num_tiles = tl.cdiv(num_seen, KEYS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -146,7 +158,8 @@ def _values_kernel(
     is_dim = (dim < HEAD_DIM)[None, :]
     p_offset = kv_head * p_stride_head + row * p_stride_row
     acc = tl.zeros([ROWS, DIMS], tl.float32)
-    for start in range(0, num_seen, STEP):
+    share_keys = tl.cdiv(num_tiles, num_shares) * KEYS
+    for start in range(share * share_keys, tl.minimum(num_seen, (share + 1) * share_keys), STEP):
         key = start + tl.arange(0, STEP)
         weights = tl.load(p_ptr + p_offset[:, None] + key[None, :])
         tile_max = tl.load(max_ptr + sum_offset + start // KEYS * sum_stride_tile)
@@ -158,10 +171,12 @@ def _values_kernel(
     acc = acc / divisor[:, None]
     is_row = row < num_rows
     query, head = row // GROUP, kv_head * GROUP + row % GROUP
-    out_offset = (query * tl.num_programs(2) * GROUP + head) * HEAD_DIM
-    target = out_ptr + out_offset[:, None] + dim[None, :]
+    num_heads = tl.num_programs(2) // num_shares * GROUP
+    out_offset = (query * num_heads + head) * HEAD_DIM
+    share_ptr = out_ptr + share.to(tl.int64) * (num_rows // GROUP) * num_heads * HEAD_DIM
+    target = share_ptr + out_offset[:, None] + dim[None, :]
     tl.store(target, acc.to(out_ptr.dtype.element_ty), is_row[:, None] & is_dim)
-    if tl.program_id(0) == 0:
+    if (tl.program_id(0) == 0) & (share == 0):
         lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(divisor)) * LN_2)
         tl.store(lse_ptr + head * (num_rows // GROUP) + query, lse, is_row)
 
@@ -172,7 +187,7 @@ def attend_square(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[Partial
     Args:
         q: [num_queries, num_heads, head_dim].
         k: keys of the context, [num_keys, num_kv_heads, head_dim].
-        v: values, as k.
+        v: values, [num_keys, num_kv_heads, value_dim].
         scale: factor on the scores.
 
     Returns:
@@ -194,11 +209,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, position: int) -> Part
     Args:
         q: [num_queries, num_heads, head_dim].
         k: [num_keys, num_kv_heads, head_dim].
-        v: values, as k.
+        v: [num_keys, num_kv_heads, value_dim].
         scale: factor on the scores.
         position: position of the first query, counted from the first key.
     """
     num_queries, num_heads, head_dim = q.shape
+    value_dim = v.shape[2]
     num_keys, num_kv_heads, _ = k.shape
     group = num_heads // num_kv_heads
     tiles, key_tiles = triton.cdiv(num_queries * group, ROWS), triton.cdiv(num_keys, KEYS)
@@ -206,17 +222,35 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, position: int) -> Part
     sums = torch.empty(
         2, num_kv_heads, key_tiles, tiles * ROWS, dtype=torch.float32, device=q.device
     )
-    out = q.new_empty(num_queries, num_heads, head_dim)
+    dim_tiles = triton.cdiv(value_dim, DIMS)
+    num_shares = _count_shares(dim_tiles * tiles * num_kv_heads, key_tiles, q.device)
+    out = q.new_empty(num_shares, num_queries, num_heads, value_dim)
     lse = torch.empty(num_heads, num_queries, dtype=torch.float32, device=q.device)
     lengths = (num_queries * group, num_keys, position)
     strides = (*weights.stride()[:2], *sums.stride()[1:3])
-    sizes = {"GROUP": group, "HEAD_DIM": head_dim, "ROWS": ROWS, "KEYS": KEYS, "STEP": STEP}
+    sizes = {"GROUP": group, "ROWS": ROWS, "KEYS": KEYS, "STEP": STEP}
     _scores_kernel[(key_tiles, tiles, num_kv_heads)](
         weights, *sums, q, k, scale * LOG2_E, *lengths, *q.stride()[:2], *k.stride()[:2], *strides,
-        **sizes, ROW_TILES=ROW_TILES, **SCORES_OPTIONS,
+        **sizes, HEAD_DIM=head_dim, ROW_TILES=ROW_TILES, **SCORES_OPTIONS,
     )  # fmt: skip
-    _values_kernel[(triton.cdiv(head_dim, DIMS), tiles, num_kv_heads)](
-        out, lse, weights, *sums, v, *lengths, *v.stride()[:2], *strides,
-        **sizes, DIMS=DIMS, KEY_TILES=KEY_TILES, **VALUES_OPTIONS,
+    _values_kernel[(dim_tiles, tiles, num_kv_heads * num_shares)](
+        out, lse, weights, *sums, v, *lengths, num_shares, *v.stride()[:2], *strides,
+        **sizes, HEAD_DIM=value_dim, DIMS=DIMS, KEY_TILES=KEY_TILES, **VALUES_OPTIONS,
     )  # fmt: skip
-    return Partial(out, lse)
+    return Partial(out[0] if num_shares == 1 else out.sum(0), lse)
+
+
+def _count_shares(num_programs: int, key_tiles: int, device: torch.device) -> int:
+    """Return how many programs share the keys of a tile, so that few multiprocessors are idle.
+
+    Args:
+        num_programs: of the product with values, if each multiplies by all keys.
+        key_tiles: tiles of keys.
+        device: that computes.
+    """
+    at_a_time, most = PROGRAMS * num_multiprocessors(device), max(1, key_tiles // MIN_SHARE_TILES)
+    for shares in range(1, most):
+        total = num_programs * shares
+        if total >= MIN_BUSY * at_a_time * triton.cdiv(total, at_a_time):
+            return shares
+    return most

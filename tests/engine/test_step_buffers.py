@@ -7,7 +7,7 @@ from torch import Tensor
 from tieredkv.engine.attention import AttentionKind
 from tieredkv.engine.step_buffers import BatchRow, BlockTables, Layout, StepBuffers
 from tieredkv.kernels import partition, prefill_dense, small_copies
-from tieredkv.kernels.partition import Heads, Span
+from tieredkv.kernels.partition import Heads, Latent, Span
 
 
 class BusyDevice:
@@ -65,12 +65,30 @@ def test_a_step_that_leaves_the_dense_path_has_all_its_chunks_attended_by_the_pa
     assert not layout.is_fresh
     assert layout.shares[0].dense == [Span(0, 0, 2048, 2048)]
     assert layout.num_pairs == (2112**2 + 71**2 - 70**2 + 14**2 - 5**2) / 2
-    layout.leave_dense_path()
+    layout.fit_graph(is_fresh=False)
     assert layout.shares[0] == (
         [],
         [Span(1, 2112, 1, 71)],
         [Span(0, 0, 2112, 2112), Span(2, 2113, 9, 14)],
+        [],
     )
+
+
+def test_a_step_that_is_replayed_has_no_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_dense, "is_available", lambda _: True)
+    latent = Latent(32, 16, 24, 40)
+    heads = Heads(4, 1, 48, torch.float32, torch.device("cpu"), latent)
+    kinds, blocks = [AttentionKind(heads, None, 0)], list(range(600))
+    fresh = Layout([BatchRow([1] * 4196, 0, blocks)], kinds, 4)
+    dense, rest = Span(0, 0, 4096, 4096), Span(0, 4096, 100, 4196)
+    assert fresh.is_fresh
+    assert fresh.shares[0] == ([dense], [], [], [rest])
+    fresh.fit_graph(is_fresh=True)
+    assert fresh.shares[0] == ([dense], [], [rest], [])
+    behind = Layout([BatchRow([1] * 64, 5000, blocks)], kinds, 4)
+    assert behind.shares[0].products == behind.spans
+    behind.fit_graph(is_fresh=False)
+    assert behind.shares[0] == ([], [], behind.spans, [])
 
 
 @pytest.mark.parametrize(

@@ -136,10 +136,9 @@ def compile_attention(
     )
 
 
-def compile_products(dtype: torch.dtype, group: int, head_dim: int) -> None:
+def compile_products(dtype: torch.dtype, group: int, head_dim: int, value_dim: int) -> None:
     sizes = {
         "GROUP": group,
-        "HEAD_DIM": head_dim,
         "ROWS": prefill_products.ROWS,
         "KEYS": prefill_products.KEYS,
         "STEP": prefill_products.STEP,
@@ -147,12 +146,15 @@ def compile_products(dtype: torch.dtype, group: int, head_dim: int) -> None:
     compile_kernel(
         prefill_products._scores_kernel,
         dtype,
-        sizes | {"ROW_TILES": prefill_products.ROW_TILES},
+        sizes | {"HEAD_DIM": head_dim, "ROW_TILES": prefill_products.ROW_TILES},
         **prefill_products.SCORES_OPTIONS,
     )
     own = {"DIMS": prefill_products.DIMS, "KEY_TILES": prefill_products.KEY_TILES}
     compile_kernel(
-        prefill_products._values_kernel, dtype, sizes | own, **prefill_products.VALUES_OPTIONS
+        prefill_products._values_kernel,
+        dtype,
+        sizes | own | {"HEAD_DIM": value_dim},
+        **prefill_products.VALUES_OPTIONS,
     )
 
 
@@ -193,6 +195,8 @@ def compile_latent_attention(dtype: torch.dtype, num_heads: int, latent: Latent)
     )
     stored = {"NUM_STORED": latent.num_stored, "TILE": 1024}
     compile_kernel(latent_attention._store_latents_kernel, dtype, sizes | stored)
+    block = {"NUM_ELEMENTS": 64 * latent.num_stored, "TILE": 16_384, "v_cache_ptr": None}
+    compile_kernel(dense_kernels._gather_kernel, dtype, block, num_warps=8)
 
 
 def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
@@ -341,7 +345,8 @@ def compile_first() -> None:
     compile_all(torch.bfloat16, 28, 4, 128)
     compile_all(torch.float32, 4, 4, 48)
     compile_all(torch.bfloat16, 16, 2, 512)
-    compile_products(torch.bfloat16, 8, 512)
+    compile_products(torch.bfloat16, 8, 512, 512)
+    compile_products(torch.bfloat16, 20, 576, 512)
     compile_attention(torch.bfloat16, 64, 8, 64, window=128, has_sinks=True)
     compile_latent_attention(torch.bfloat16, 20, Latent(512, 64, 192, 256))
     compile_latent_attention(torch.float32, 16, Latent(512, 64, 128, 128))
@@ -363,6 +368,7 @@ def compile_others() -> None:
     """Compile the same kernels for further shapes."""
     compile_attention(torch.bfloat16, 16, 8, 256, window=1024)
     compile_attention(torch.float16, 14, 2, 128, has_sinks=True)
+    compile_products(torch.float16, 128, 320, 256)
     compile_latent_attention(torch.float16, 128, Latent(512, 64, 128, 128))
     compile_latent_attention(torch.bfloat16, 32, Latent(256, 64, 64, 128))
     for tiling in (MIDDLE, LARGE):

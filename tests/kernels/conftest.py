@@ -5,6 +5,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ if DEVICE == "cpu":  # Triton reads this when it is imported below
 from tieredkv.kernels import checks, launch, prefill_dense  # noqa: E402
 from tieredkv.kernels.checks import LayerCache  # noqa: E402
 from tieredkv.kernels.partition import Batch, Heads, Span  # noqa: E402
+
+SetTiles = Callable[..., ModuleType]
 
 
 @contextlib.contextmanager
@@ -144,6 +147,21 @@ def make_case() -> Callable[..., PagedCase]:
         )
 
     return make
+
+
+@pytest.fixture
+def set_tiles(monkeypatch: pytest.MonkeyPatch) -> SetTiles:
+    """Return a function that shrinks the tiles of products, so that short contexts have several."""
+
+    def set_them(**sizes: int) -> ModuleType:
+        products = checks.triton_module("prefill_products")
+        small = {"ROWS": 16, "KEYS": 32, "DIMS": 32, "STEP": 16, "KEY_TILES": 2, "ROW_TILES": 2}
+        small |= {"MIN_SHARE_TILES": 1}
+        for name, size in (small | sizes).items():
+            monkeypatch.setattr(products, name, size)
+        return products
+
+    return set_them
 
 
 @pytest.fixture

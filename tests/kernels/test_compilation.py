@@ -15,7 +15,12 @@ HOPPER_SHARED_BYTES = 227 << 10
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("which", "number"),
-    few([("first", 3 * 12 + 2 + 5 + 2 * 4 + 6 * 2 + 2 * 4 + 4), ("others", 2 * 5 + 2 * 4 + 8 * 2)]),
+    few(
+        [
+            ("first", 3 * 12 + 2 * 2 + 5 + 2 * 5 + 6 * 2 + 2 * 4 + 4),
+            ("others", 2 * 5 + 2 + 2 * 5 + 8 * 2),
+        ]
+    ),
 )
 def test_every_kernel_compiles_for_hopper_and_fits_its_shared_memory(
     tmp_path: Path, which: str, number: int

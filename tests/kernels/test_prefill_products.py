@@ -1,35 +1,17 @@
 """Attention as two products, against its definition in float64, in tiles that lengths cross."""
 
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.conftest import DEVICE
+from tests.kernels.conftest import DEVICE, SetTiles
 from tests.kernels.test_paged_attention import TOLERANCE, Choose, MakeCase, RelativeError
 from tests.levels import few
 from tieredkv.kernels import checks, launch, prefill_dense
 from tieredkv.kernels.partition import Heads, Latent
 from tieredkv.kernels.prefill_dense import Partial
-
-SetTiles = Callable[..., ModuleType]
-
-
-@pytest.fixture
-def set_tiles(monkeypatch: pytest.MonkeyPatch) -> SetTiles:
-    """Return a function that shrinks the tiles; STEP keys are multiplied at a time."""
-
-    def set_them(**sizes: int) -> ModuleType:
-        products = checks.triton_module("prefill_products")
-        small = {"ROWS": 16, "KEYS": 32, "DIMS": 32, "STEP": 16, "KEY_TILES": 2, "ROW_TILES": 2}
-        for name, size in (small | sizes).items():
-            monkeypatch.setattr(products, name, size)
-        return products
-
-    return set_them
 
 
 @pytest.fixture
@@ -96,7 +78,8 @@ def test_tiles_of_keys_do_not_change_how_weights_are_rounded(
     set_tiles: SetTiles, relative_error: RelativeError, device: str
 ) -> None:
     q, k, v = (x.to(device, torch.float16) for x in make_qkv(32, 160, 2, 1, 32))
-    narrow, wide = (set_tiles(KEYS=keys).attend(q, k, v, 0.2, 128) for keys in (16, 64))
+    sizes = [{"KEYS": keys, "MIN_SHARE_TILES": 10} for keys in (16, 64)]
+    narrow, wide = (set_tiles(**each).attend(q, k, v, 0.2, 128) for each in sizes)
     assert relative_error(narrow.out, wide.out) < 5e-5
 
 
