@@ -78,6 +78,10 @@ class AttentionKind(NamedTuple):
         is_whole = self.window is None or self.window >= context_len
         return is_whole and prefill_dense.is_available(self.heads)
 
+    def has_products(self) -> bool:
+        """Return whether queries behind a long context may be attended as two products."""
+        return self.heads.latent is not None and prefill_dense.is_available(self.heads)
+
 
 def own_layers(layers: Sequence[AttentionLayer]) -> list[LayerKV]:
     """Return the shapes of those layers that have keys and values of their own."""

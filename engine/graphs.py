@@ -25,7 +25,9 @@ DECODE_SIZES = (1, 2, 4, 8, *range(16, 64, 8), *range(64, 257, 16))
 """Rows of the captured steps in which every row has one token."""
 
 MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)
-"""Tokens of the captured steps in which some row has more."""
+"""Tokens of the captured steps in which some row has more. Where latent attention is computed as
+products behind a long context, which a captured step cannot do, all but the first size are timed as
+the long ones are; the steps of the first have hardly enough queries for that."""
 
 LONG_SIZES = (640, 832, 1088, 1408, 1792, 2176, 2816, 3584, 4352)
 """Tokens of such steps that are captured only where a replay is faster at some depth: where the
@@ -60,7 +62,8 @@ class Graph:
     Attributes:
         num_tokens, num_kept: the tokens and the logits to which a step is padded.
         is_fresh: whether it is the step of one prompt from its first token on.
-        depths: where a replay is the faster way; empty if it is everywhere.
+        depths: where a replay is the faster way; empty if it is everywhere. A short step is always
+            replayed if no span of it is attended as products.
     """
 
     num_tokens: int
@@ -105,10 +108,15 @@ def find_graph(graphs: Graphs, layout: Layout) -> Graph | None:
     graph = graphs.get(key)
     if graph is None or len(layout.kept) > graph.num_kept:
         return None
-    if not graph.depths:
+    if not graph.depths or (num_tokens <= MIXED_SIZES[-1] and not layout.has_products):
         return graph
     depth = layout.num_pairs / num_tokens
     return graph if any(first <= depth < end for first, end in graph.depths) else None
+
+
+def mixed_size(num_tokens: int) -> int:
+    """Return the size of the short captured steps that holds a step; 0 if none does."""
+    return _smallest(MIXED_SIZES, num_tokens)
 
 
 def _smallest(sizes: Sequence[int], num_tokens: int) -> int:
@@ -163,9 +171,11 @@ def capture_graphs(
         return saved
 
     progress("timing long steps", 0, 1)
+    has_products = any(kind.has_products() for kind in buffers.kinds)
+    short_sizes = MIXED_SIZES if has_products else MIXED_SIZES[-1:]
     paying = sizes_that_pay(
-        [size for size in LONG_SIZES if size <= most_tokens],
-        MIXED_SIZES[-1] + 1,
+        [size for size in short_sizes[1:] + LONG_SIZES if size <= most_tokens],
+        short_sizes[0] + 1,
         max_context_len,
         lambda size, *steps: saved_s((size, "mixed"), *steps),
     )
@@ -187,7 +197,7 @@ def capture_graphs(
     pool = torch.cuda.graph_pool_handle()
     steps = tracked(progress, "capturing CUDA graphs", keys)
     graphs = {key: captured(key, pool, wanted[key]) for key in steps}
-    logger.info("long steps that are replayed: fresh %s, others %s", fresh[-1:], paying)
+    logger.info("timed steps that are replayed: fresh %s, others %s", fresh[-1:], paying)
     return graphs
 
 

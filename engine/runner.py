@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tieredkv.engine.attention import CONTEXT_ARGUMENT, AttentionContext, StepMetadata
-from tieredkv.engine.graphs import MIXED_SIZES, Graphs, find_graph
+from tieredkv.engine.graphs import MIXED_SIZES, Graphs, find_graph, mixed_size
 from tieredkv.engine.loader import LoadedModel
 from tieredkv.engine.step_buffers import BatchRow, BlockTables, Layout, StepBuffers, StepOutput
 from tieredkv.types import KVSpec
@@ -100,6 +100,9 @@ class ModelRunner:
         if graph is not None:
             return graph.replay(rows, layout, changes)
         num_tokens, num_kept = launched_size(layout.num_tokens), len(layout.kept)
+        if layout.has_products and mixed_size(num_tokens) <= buffers.max_tokens:
+            # Kernels of those sizes were loaded when the graphs were captured; see `load_kernels`.
+            num_tokens = mixed_size(num_tokens) or num_tokens
         buffers.fill(rows, layout, changes, num_tokens=num_tokens, num_kept=num_kept)
         step = StepMetadata(buffers.slots[:, :num_tokens], *buffers.batches(layout))
         return self.launch(self.loaded, buffers, step, num_kept)

@@ -395,6 +395,11 @@ class Layout:
         """About how many pairs there are of a token and a token that it attends to."""
         return sum(pairs(n - length, n) for _, _, length, n in self.spans)
 
+    @property
+    def has_products(self) -> bool:
+        """Whether some span is attended as two products."""
+        return any(shares.products for shares in self.shares)
+
     def fit_graph(self, *, is_fresh: bool) -> None:
         """Have the paged kernel attend all spans, but for the dense part of a fresh step."""
         others = (shares.products or (shares.dense and not is_fresh) for shares in self.shares)

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,13 @@ from tieredkv.engine.step_buffers import (
     idle_row,
 )
 from tieredkv.kernels import prefill_dense
-from tieredkv.kernels.partition import Heads, Span
+from tieredkv.kernels.partition import Heads, Latent, Span
 from tieredkv.types import ignore_progress
 
 REPLAY = Graph.replay
 KINDS = [AttentionKind(Heads(4, 2, 16, torch.float32, torch.device("cpu")), None, 0)]
+LATENT = Heads(1, 1, 16, torch.float32, torch.device("cpu"), Latent(8, 8, 8, 8))
+LATENT_KINDS = [AttentionKind(LATENT, None, 0)]
 
 
 def make_buffers(num_rows: int, max_tokens: int) -> StepBuffers:
@@ -100,6 +103,39 @@ def test_a_long_step_is_replayed_at_the_depths_at_which_that_is_the_faster_way(
         (640, "mixed"): fake_capture((640, "mixed"), buffers, None, None, depths),
     }
     assert found(steps, idle_row(num_tokens, start)) == (size and (size, "mixed"))
+
+
+def test_a_short_step_is_launched_at_some_depths_only_if_it_has_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefill_dense, "is_available", lambda _: True)
+    key: GraphKey = (64, "mixed")
+    for kinds, deep in ((LATENT_KINDS, None), (KINDS, key)):
+        monkeypatch.setattr(sys.modules[__name__], "KINDS", kinds)
+        fake = fake_capture(key, make_buffers(4, 2176), None, None, [(0.0, 10_000.0)])
+        steps: Graphs = {key: fake}
+        assert found(steps, idle_row(64, 20_000)) == deep
+        assert found(steps, idle_row(64, 9000)) == key
+        assert found(steps, *[idle_row(15, 20_000)] * 3) == key
+
+
+def test_short_steps_are_timed_where_they_may_have_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefill_dense, "is_available", lambda _: True)
+    monkeypatch.setattr(sys.modules[__name__], "KINDS", LATENT_KINDS)
+
+    def pays(key: GraphKey, start: int) -> bool:
+        return start == 0 and key[0] <= 512
+
+    steps, done = capture_all(monkeypatch, pays, max_tokens=700)
+    timed = [it for it in done if it[1] in (0, 2048)]
+    shortest = [17, 33, 65, 97, 129, 193, 257, 385, 513]
+    assert timed == [(n, start) for n in shortest for start in (0, 2048)]
+    depths = {key[0]: graph.depths for key, graph in steps.items() if graph.depths}
+    assert sorted(depths) == [*MIXED_SIZES[1:]]
+    assert depths[64] == [(0.0, 33 / 2 + 2048 / 3)]
+    assert (16, "mixed") in steps and (640, "mixed") not in steps
 
 
 def test_a_step_is_replayed_from_the_graph_of_its_kind_that_has_room_for_its_logits(

@@ -10,11 +10,11 @@ import torch
 from tests.engine.conftest import write_checkpoint
 from tests.engine.harness import Harness, limits_of, prompt, reference_model, reference_tokens
 from tests.golden import refused
-from tieredkv.engine.attention import late_layer
+from tieredkv.engine.attention import StepMetadata, late_layer
 from tieredkv.engine.loader import find_model
 from tieredkv.engine.profile import warm_up
 from tieredkv.engine.runner import ModelRunner, launched_size, launched_sizes, make_kv_pool
-from tieredkv.engine.step_buffers import BatchRow, pending
+from tieredkv.engine.step_buffers import BatchRow, Layout, StepOutput, pending
 
 
 @pytest.mark.parametrize("chunks", [[77], [16, 32, 29], [1, 7, 33, 1, 35]])
@@ -156,6 +156,24 @@ def test_launched_steps_are_padded_to_few_sizes() -> None:
     assert all(after - size <= max(16, size / 128) for size, after in itertools.pairwise(sizes))
     assert [launched_size(size) for size in (1, 512, *sizes)] == [1, 512, *sizes]
     assert launched_sizes(100) == []
+
+
+def test_a_launched_step_with_products_is_padded_to_the_size_of_a_graph(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Harness(find_model(str(checkpoints("llama")), device="cpu").load()).runner
+    launched, launch = list[int](), runner.launch
+
+    def record(loaded: Any, buffers: Any, step: StepMetadata, num_kept: int) -> StepOutput:
+        launched.append(step.slots.shape[1])
+        return launch(loaded, buffers, step, num_kept)
+
+    monkeypatch.setattr(runner, "launch", record)
+    rows = [BatchRow(prompt(20, seed=3), 0, [0, 1, 2, 3])]
+    plain = runner.execute(rows)
+    monkeypatch.setattr(Layout, "has_products", True)
+    torch.testing.assert_close(runner.execute(rows).logits, plain.logits)
+    assert launched == [20, 32]
 
 
 def test_a_token_id_beyond_the_vocabulary_never_reaches_the_device(checkpoints: Any) -> None:
