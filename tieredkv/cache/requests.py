@@ -37,7 +37,7 @@ from tieredkv.cache.miss_reasons import MissReason
 from tieredkv.cache.operations import Operations
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.recalls import RequestProgress
-from tieredkv.cache.room import Room
+from tieredkv.cache.room import Coming, Room
 from tieredkv.cache.row import State
 from tieredkv.cache.tail import Tail
 from tieredkv.cache.tails import Tails
@@ -302,19 +302,22 @@ class TieredCache:
     def _refusal(self, chain: Chain) -> Admission:
         return Admission(False, self._room.is_waiting(chain), self._room.is_kept_from(chain))
 
-    def make_room(self, chain: Chain, num_blocks: int, *, is_alone: bool = False) -> bool:
-        """Make room for a queued request that was refused, or that will soon ask.
+    def make_room(
+        self, coming: Sequence[Coming], *, is_alone: bool = False, num_step_tokens: int = 0
+    ) -> bool:
+        """Make room for requests that the next step may compute; see `Room.make_ahead`.
 
         Args:
-            chain: of the request.
-            num_blocks: length of its table.
+            coming: the requests, in their order.
             is_alone: see `admit`. Beside others, no more is done at once than keeps the engine's
                 thread for some milliseconds.
+            num_step_tokens: tokens of the step whose computing has begun; 0 if it may soon end.
 
         Returns:
-            Whether there is room now, or more of it as soon as this is called again.
+            Whether the first one that is queued has room for its table now, or more of it as soon
+            as this is called again.
         """
-        return self._room.make_ahead(chain, num_blocks, is_alone=is_alone)
+        return self._room.make_ahead(coming, is_alone=is_alone, num_step_tokens=num_step_tokens)
 
     def why_missed(self, chain: Chain, index: int) -> MissReason:
         """Return why a block of an admitted request had to be computed."""
