@@ -167,15 +167,34 @@ def test_a_request_computes_what_its_plan_does_not_load(
     llm = partly_there("auto")
     assert drop(llm, 0, Tier.DEVICE) and drop(llm, -1, Tier.DEVICE)
 
-    def compute_all(planner: Planner, demand: Demand) -> Split:
-        case = planner._case(demand)
-        return case.at(case.last)
-
     monkeypatch.setattr(Planner, "split", compute_all)
     answer, usage = generate(llm, PROMPT, n=1)
     assert usage.cached_tokens == 0
     monkeypatch.undo()
     assert generate(llm, PROMPT, n=1)[0] == answer
+
+
+def compute_all(planner: Planner, demand: Demand) -> Split:
+    """Leave nothing to the links."""
+    case = planner._case(demand)
+    return case.at(case.last)
+
+
+def test_pages_on_disk_that_are_computed_nevertheless_are_not_written_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"disk_dir": str(tmp_path / "store"), "default_retention": "24h", "restore": "auto"}
+    prompt = tokens(301, seed=3)
+    with open_llm(folder, **options) as llm:
+        counters = llm.core.parts.tiers.counters
+        generate(llm, prompt, n=1)
+        flush(llm, Tier.DISK)
+        num_written = counters.demoted_disk_blocks
+        assert num_written > len(prompt) // BLOCK, "there are pages"
+        monkeypatch.setattr(Planner, "split", compute_all)
+        assert generate(llm, prompt, n=1)[1].cached_tokens == 0
+        flush(llm, Tier.DISK)
+        assert counters.demoted_disk_blocks == num_written
 
 
 def test_pages_are_loaded_after_all_blocks(

@@ -154,20 +154,32 @@ class Completion:
 
         They are not written again.
         """
-        if not any(chain.disk_until):
-            return []
-        now, why = self._tiers.clock.now(), chain.row.why_computed
-        beside = {
+        why = chain.row.why_computed
+        good = {
             index: entry
             for index, entry in zip(indices, entries, strict=True)
-            if chain.is_on_disk(index, now) and why.get(index) in STILL_ON_DISK
+            if why.get(index) in STILL_ON_DISK
         }
-        if beside:  # some of these copies may have gone meanwhile
-            until = self._hits.until(chain)
-            beside = {index: entry for index, entry in beside.items() if until[index] > now}
-            for index, entry in beside.items():
-                entry.disk_expires_at = float(until[index])
-        return [*beside.values()]
+        now, beside = self._tiers.clock.now(), list[Entry]()
+        for entry, until in zip(good.values(), self._until(chain, list(good)), strict=True):
+            if until > now:
+                entry.disk_expires_at = float(until)
+                beside.append(entry)
+        return beside
+
+    def _until(self, chain: Chain, indices: Sequence[int]) -> Sequence[int]:
+        """Return until when the disk has each of these blocks; 0 of those that it does not have.
+
+        Of a block, that had to be known when its request was admitted: some copies may have gone
+        meanwhile.
+        """
+        if isinstance(chain, Tail):
+            return self._tails.until(chain, indices)
+        now = self._tiers.clock.now()
+        if not any(chain.is_on_disk(index, now) for index in indices):
+            return [0] * len(indices)
+        until = self._hits.until(chain)
+        return [until[index] if chain.is_on_disk(index, now) else 0 for index in indices]
 
     def _note_clean(self, chain: Chain, computed: Sequence[int]) -> None:
         """Note which blocks that were just computed host memory need not get."""

@@ -82,6 +82,12 @@ class Tails:
             until = [max(it, answers.get(i, 0)) for i, it in zip(pages, until, strict=True)]
         return until
 
+    def until(self, tail: Tail, pages: Sequence[int]) -> Sequence[int]:
+        """Return until when the disk has each of these pages; 0 of those that it does not have."""
+        if self._tiers.store is None or not self._tiers.can_load:
+            return [0] * len(pages)
+        return self._until(tail, pages, [tail.hashes[index] for index in pages])
+
     def look(self, tail: Tail, end: int) -> range:
         """Note which pages the disk has that a hit needs which ends behind so many blocks.
 
