@@ -19,7 +19,8 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from functools import partial
 
-from tieredkv.cache.requests import Admission, Coming, RequestProgress, TieredCache
+from tieredkv.cache.requests import Admission, RequestProgress, TieredCache
+from tieredkv.cache.room import Coming
 from tieredkv.engine.queue import MAX_PASSES, RequestQueue
 from tieredkv.engine.quick_tenants import QuickTenants
 from tieredkv.engine.request import Request
