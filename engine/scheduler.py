@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tieredkv.cache.requests import Admission, RequestProgress, TieredCache
-from tieredkv.cache.room import Coming
 from tieredkv.engine.queue import MAX_PASSES, RequestQueue
 from tieredkv.engine.quick_tenants import QuickTenants
 from tieredkv.engine.request import Request
@@ -111,7 +110,6 @@ class Scheduler:
         self._table_keys = itertools.count(1)
         self._may_preempt = True  # as `schedule` was told
         self._refused: Request | None = None
-        self._lacked_room, self._num_step_tokens = False, 0  # of the last `schedule`
         self._prepared_at: tuple[int, ...] = ()
         self._num_hashed_tokens = 0  # since the last step; negative if that admitted none
         self._is_unplanned = self._has_put_off = False
@@ -193,7 +191,6 @@ class Scheduler:
         self._num_hashed_tokens = -sys.maxsize if is_late else 0
         if not (step.lacks_room or is_late):
             self._admit(step, budget)
-        self._lacked_room, self._num_step_tokens = step.lacks_room, step.num_tokens
         return step.rows
 
     def _add_rows(self, step: StepPlan, requests: list[Request], budget: int) -> int:
@@ -212,61 +209,32 @@ class Scheduler:
         return budget
 
     def make_room(self) -> bool:
-        """Make room for what `schedule` has refused, while the device computes what it has chosen.
-
-        If a running or a queued request found none, room is made for all that the next step may
-        compute: while steps are issued one right after the other, `prepare` never is.
+        """Make room for what `schedule` has refused, while the device computes.
 
         Returns:
-            Whether the queued request that was refused has room now, or more of it.
+            Whether the queued request that was refused has room now.
         """
-        refused, self._refused = self._refused, None
-        if refused is None and not self._lacked_room:
+        self.cache.make_room_for_pages(self.max_num_batched_tokens // self.block_size)
+        request, self._refused = self._refused, None
+        if request is None:
             return False
-        coming, is_alone = self._coming(refused), not self.running
-        has_room = self.cache.make_room(
-            coming, is_alone=is_alone, num_step_tokens=self._num_step_tokens
-        )
-        return refused is not None and has_room
+        num_blocks, is_alone = self._num_blocks(request), not self.running
+        return self.cache.make_room(request.chain, num_blocks, is_alone=is_alone)
 
     def prepare(self) -> None:
-        """Make room for what the next step may compute, while the device computes this one."""
+        """Make room for the next request, if its turn may come in the next step."""
         if not self.waiting or len(self.running) >= self.max_num_seqs:
             return
         state = (len(self.waiting), *self.cache.room_state)
         if state == self._prepared_at:
             return  # nothing has changed
         self._prepared_at = state
-        self.cache.make_room(self._coming())
-
-    def _coming(self, refused: Request | None = None) -> list[Coming]:
-        """Return the requests that the next step may compute, in its order.
-
-        Whole prompts of queued ones count, also what is found of them, so that little is looked up.
-
-        Args:
-            refused: the queued request that comes before the others in any case.
-        """
-        coming, budget = list[Coming](), self.max_num_batched_tokens
-        for request in self.running:
-            if request.is_prefilling and budget > 0:
-                coming.append(self._as_coming(request, self._num_left(request), budget))
-                budget -= self._num_left(request)
-        queued, num_seqs = [refused] if refused else [], self.max_num_seqs - len(self.running)
-        if budget > 0 and num_seqs > 0:
-            queued += (each for each in self.waiting.upcoming() if each is not refused)
-        for request in queued[:num_seqs]:
-            may_come = budget > 0 and self.cache.is_settled(request.chain)
-            if not (may_come or request is refused):
-                break
-            coming.append(self._as_coming(request, request.num_tokens, budget))
-            budget -= request.num_tokens
-        return coming
-
-    def _as_coming(self, request: Request, num_tokens: int, budget: int) -> Coming:
-        """Describe a request with so many tokens to compute, of which a budget is left for some."""
-        num_computed = -(-max(0, min(num_tokens, budget)) // self.block_size)
-        return Coming(request.chain, self._num_blocks(request), num_computed)
+        left = sum(self._num_left(each) for each in self.running if each.is_prefilling)
+        if left >= self.max_num_batched_tokens:
+            return
+        request = self.waiting.upcoming()[0]
+        if self.cache.is_settled(request.chain):
+            self.cache.make_room(request.chain, self._num_blocks(request))
 
     def predict(self, busy_s: Callable[[], float]) -> None:
         """Plan what was admitted without anything to load, so that its first token is predicted.

@@ -33,7 +33,6 @@ from tieredkv.cache import (
 from tieredkv.cache.chain import BlockClaim, Chain
 from tieredkv.cache.disk_link import Read
 from tieredkv.cache.orders import ORDERS
-from tieredkv.cache.room import Coming
 from tieredkv.pieces import whole
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicy
 from tieredkv.tier import OPERATOR, Held
@@ -187,7 +186,7 @@ class OperatedCacheMachine(TieredCacheMachine):
         prefix = data.draw(st.sampled_from(self.waiting))
         if self.rig.cache.is_settled(prefix):
             num_blocks = len(prefix.hashes) + num_private
-            self.rig.cache.make_room([Coming(prefix, num_blocks)], is_alone=not self.running)
+            self.rig.cache.make_room(prefix, num_blocks, is_alone=not self.running)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())

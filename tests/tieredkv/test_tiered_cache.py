@@ -6,7 +6,6 @@ from tests.fake_store import DAY_S, Rig, chain_of
 from tests.waiting import deadline, wait_until
 from tieredkv.cache import lookups, room
 from tieredkv.cache.block import Block
-from tieredkv.cache.room import Coming
 from tieredkv.types import BlockHash, Tier
 
 pytestmark = pytest.mark.usefixtures("each_tier")
@@ -520,10 +519,10 @@ def test_a_refused_request_finds_the_room_that_was_made_later(
         rig.turn()
     assert rig.on_device("a", 8) == [*range(8)] and rig.on_host("a", 8) == [7], "but the reserve"
     rig.transfer.is_held = True
-    assert not rig.cache.make_room([Coming(many, 6)]), "its copies are under way"
+    assert not rig.cache.make_room(many, 6), "its copies are under way"
     rig.transfer.is_held = False
     rig.turn()
-    assert rig.cache.make_room([Coming(many, 6)]) and not many.blocks
+    assert rig.cache.make_room(many, 6) and not many.blocks
     assert rig.cache.admit(many, 6, makes_room=False)
     rig.check()
     rig.cache.release(many)
@@ -540,7 +539,7 @@ def test_room_beside_others_is_made_a_little_at_a_time(monkeypatch: pytest.Monke
     prefix, device = rig.queue("b", 10, "in_memory"), rig.tiers.device
     num_empty, num_turns = device.num_empty, 0
     while not rig.cache.admit(prefix, 10, makes_room=False):
-        rig.cache.make_room([Coming(prefix, 10)])
+        rig.cache.make_room(prefix, 10)
         num_new, num_empty = device.num_empty - num_empty, device.num_empty
         assert num_new <= 3
         rig.turn()
@@ -550,9 +549,9 @@ def test_room_beside_others_is_made_a_little_at_a_time(monkeypatch: pytest.Monke
     rig.cache.release(prefix)
     alone = rig.queue("c", 12, "in_memory")
     rig.turn()
-    rig.cache.make_room([Coming(alone, 12)], is_alone=True)
+    rig.cache.make_room(alone, 12, is_alone=True)
     rig.turn()
-    assert rig.cache.make_room([Coming(alone, 12)], is_alone=True), "nobody else waits for a step"
+    assert rig.cache.make_room(alone, 12, is_alone=True), "nobody else waits for a step"
     assert rig.cache.admit(alone, 12)
 
 
@@ -562,7 +561,7 @@ def test_room_that_is_made_ahead_keeps_what_the_request_will_find() -> None:
     rig.run("b", 5, "in_memory")
     again = rig.queue("a", 6, "in_memory")
     for _ in range(2):
-        rig.cache.make_room([Coming(again, 6)])
+        rig.cache.make_room(again, 6)
         rig.turn()
     assert rig.on_device("a", 3) == [0, 1, 2] and rig.tiers.device.num_empty == 3
     assert rig.admit(again)

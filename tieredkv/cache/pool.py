@@ -224,26 +224,9 @@ class BlockPool:
 
     def evict_clean(self) -> list[BlockHash]:
         """Evict all blocks that nobody uses and that can be evicted now; return their hashes."""
-        return self._empty_out(
-            self._free.take(
-                self.num_evictable, None, takes_kept=True, is_partial=True, makes_late=False
-            )
+        victims = self._free.take(
+            self.num_evictable, None, takes_kept=True, is_partial=True, makes_late=False
         )
-
-    def evict_next(self, count: int, *, tenant: bytes, takes_kept: bool = False) -> list[BlockHash]:
-        """Evict up to so many blocks whose turn it is; return their hashes.
-
-        Args:
-            count: how many.
-            tenant: for which room is made; see `allocate`.
-            takes_kept: see `allocate`.
-        """
-        return self._empty_out(
-            self._free.take(count, tenant, takes_kept=takes_kept, is_partial=True)
-        )
-
-    def _empty_out(self, victims: list[Block]) -> list[BlockHash]:
-        """Empty blocks that were taken out of the free list; return the hashes that they had."""
         evicted = self._unindex(victims)
         self._append(victims)
         return evicted

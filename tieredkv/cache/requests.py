@@ -37,7 +37,7 @@ from tieredkv.cache.miss_reasons import MissReason
 from tieredkv.cache.operations import Operations
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.recalls import RequestProgress
-from tieredkv.cache.room import Coming, Room
+from tieredkv.cache.room import Room
 from tieredkv.cache.row import State
 from tieredkv.cache.tail import Tail
 from tieredkv.cache.tails import Tails
@@ -283,6 +283,7 @@ class TieredCache:
             return GRANTED
         fresh = self._room.allocate(chain, len(lacking), is_alone)
         if fresh is None:
+            self._room.note_lacking(chain, len(lacking))
             return self._refusal(chain)
         for index, page in zip(lacking, fresh, strict=True):
             tail.hold(index, page)
@@ -302,22 +303,27 @@ class TieredCache:
     def _refusal(self, chain: Chain) -> Admission:
         return Admission(False, self._room.is_waiting(chain), self._room.is_kept_from(chain))
 
-    def make_room(
-        self, coming: Sequence[Coming], *, is_alone: bool = False, num_step_tokens: int = 0
-    ) -> bool:
-        """Make room for requests that the next step may compute; see `Room.make_ahead`.
+    def make_room(self, chain: Chain, num_blocks: int, *, is_alone: bool = False) -> bool:
+        """Make room for a queued request that was refused, or that will soon ask.
 
         Args:
-            coming: the requests, in their order.
+            chain: of the request.
+            num_blocks: length of its table.
             is_alone: see `admit`. Beside others, no more is done at once than keeps the engine's
                 thread for some milliseconds.
-            num_step_tokens: tokens of the step whose computing has begun; 0 if it may soon end.
 
         Returns:
-            Whether the first one that is queued has room for its table now, or more of it as soon
-            as this is called again.
+            Whether there is room now, or more of it as soon as this is called again.
         """
-        return self._room.make_ahead(coming, is_alone=is_alone, num_step_tokens=num_step_tokens)
+        return self._room.make_ahead(chain, num_blocks, is_alone=is_alone)
+
+    def make_room_for_pages(self, num_blocks: int) -> None:
+        """Make room for the pages that running requests could not `hold` since the last call.
+
+        Args:
+            num_blocks: of how many blocks a step computes tokens, at most.
+        """
+        self._room.make_for_pages(num_blocks)
 
     def why_missed(self, chain: Chain, index: int) -> MissReason:
         """Return why a block of an admitted request had to be computed."""

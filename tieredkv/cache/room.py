@@ -9,7 +9,7 @@ Called by the engine's thread only.
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from tieredkv.cache.block import Block
@@ -18,8 +18,7 @@ from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.hits import Hits
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.tiers import Tiers
-from tieredkv.hashing import num_shared
-from tieredkv.types import BlockHash, Tier
+from tieredkv.types import Tier
 
 PATIENCE_S = 0.25
 """An allocation waits so long, without getting on, before blocks are given up for it."""
@@ -46,42 +45,6 @@ MAX_AHEAD = 256
 """Blocks that are evicted, or whose copies are started, at once while the device computes a step: a
 few milliseconds of the thread. The next step is issued late if they take longer than this one.
 """
-
-TOKENS_PER_MOVE = 2
-"""Beside a step with many tokens, which takes longer, it is one block for each so many of them.
-
-A token of a prompt whose block has a dozen pages of windows needs a fifth of a block.
-"""
-
-
-class Coming(NamedTuple):
-    """A request that the next step may compute.
-
-    Attributes:
-        chain: of the request, which is queued, or holds its table and lacks pages of windows.
-        num_blocks: length of its table.
-        num_computed: of how many blocks the step computes tokens, at most.
-    """
-
-    chain: Chain
-    num_blocks: int
-    num_computed: int = 0
-
-
-class _Needs(NamedTuple):
-    """What coming requests find and lack.
-
-    Attributes:
-        held: blocks and pages that they find, in the order in which they may be evicted. They have
-            one user more until they are released.
-        num_table: how many blocks and pages the first queued request asks for when it is admitted.
-        by_tenant: how many blocks and pages the requests ask for that find room together, with a
-            chain of each tenant.
-    """
-
-    held: list[Block]
-    num_table: int
-    by_tenant: dict[bytes, tuple[Chain, int]]
 
 
 class _Wait(NamedTuple):
@@ -125,6 +88,7 @@ class Room:
         self._hits, self._poll = hits, poll
         self._waits: dict[Chain, _Wait] = {}
         self._refused: dict[Chain, tuple[int, ...]] = {}  # what `_found_by` was then
+        self._lacking: dict[Chain, int] = {}  # pages that running requests did not get
 
     @property
     def state(self) -> tuple[int, ...]:
@@ -167,6 +131,11 @@ class Room:
         """Note that a request needs no more blocks."""
         self._waits.pop(chain, None)
         self._refused.pop(chain, None)
+        self._lacking.pop(chain, None)
+
+    def note_lacking(self, chain: Chain, num_pages: int) -> None:
+        """Note that a running request found no room for pages of layers with windows."""
+        self._lacking[chain] = num_pages
 
     def allocate(
         self,
@@ -218,71 +187,58 @@ class Room:
         self._demoter.note_change()
         return blocks
 
-    def make_ahead(
-        self, coming: Sequence[Coming], *, is_alone: bool = False, num_step_tokens: int = 0
-    ) -> bool:
-        """Make room for requests that the next step may compute, as far as they fit together.
+    def make_ahead(self, chain: Chain, num_blocks: int, *, is_alone: bool = False) -> bool:
+        """Make room for a queued request that was refused, or that will soon ask.
 
         Beside others, no more is done at once than keeps the engine's thread for some milliseconds.
 
         Args:
-            coming: the requests, in their order.
+            chain: of the request.
+            num_blocks: length of its table.
             is_alone: see `allocate`.
-            num_step_tokens: tokens of the step whose computing has begun; 0 if it may soon end.
 
         Returns:
-            Whether the first one that is queued has room for its table now, or more of it as soon
-            as this is called again.
+            Whether there is room now, or more of it as soon as this is called again.
         """
-        device, at_most = self._tiers.device, max(MAX_AHEAD, num_step_tokens // TOKENS_PER_MOVE)
-        at_most = sys.maxsize if is_alone else at_most
-        first = next((each.chain for each in coming if not each.chain.blocks), None)
-        num_empty, needs = device.num_empty, self._needs_of(coming, first)
-        if first is not None and self.is_waiting(first):
-            blocks = self.allocate(first, needs.num_table, is_alone, at_most=at_most)
+        device, at_most = self._tiers.device, sys.maxsize if is_alone else MAX_AHEAD
+        num_empty = device.num_empty
+        found = self._hits.find(chain, num_blocks)
+        num_fresh = found.num_fresh
+        self._tiers.acquire(found.held)
+        if self.is_waiting(chain):
+            blocks = self.allocate(chain, num_fresh, is_alone, at_most=at_most)
             device.release(blocks or [])
-        num_wanted, left = 0, at_most
-        for chain, num_lacking in needs.by_tenant.values():
-            num_wanted += num_lacking
-            if device.num_empty < num_wanted and left > 0:
-                left -= self._evict_and_demote(chain, _Wanted(num_wanted, chain.tenant), left)
-        device.release(needs.held)
-        num_table = min(needs.num_table, num_empty + at_most)
-        return first is not None and device.num_empty >= num_table
+        elif device.num_empty < num_fresh <= device.num_free_for(chain.tenant):
+            self._evict_and_demote(chain, _Wanted(num_fresh, chain.tenant), at_most)
+        device.release(found.held[::-1])
+        return device.num_empty >= min(num_fresh, num_empty + at_most)
 
-    def _needs_of(self, coming: Sequence[Coming], first: Chain | None) -> _Needs:
-        """Hold what coming requests find, and count what they lack, until one does not fit.
+    def make_for_pages(self, num_blocks: int) -> None:
+        """Make room for what `note_lacking` was told since the last call, as much as a step takes.
 
-        Pages of windows are for the blocks that the next step computes. Without room for them, a
-        running request is passed over, and the first queued one gets its table nevertheless.
+        Prompts that come at once get their blocks, which are few, before they get these pages,
+        which are many. If room were made for one request after the other, each step would compute
+        one prompt.
+
+        Args:
+            num_blocks: of how many blocks a step computes tokens, at most.
         """
-        tiers, device = self._tiers, self._tiers.device
-        held, by_tenant = list[Block](), dict[bytes, tuple[Chain, int]]()
-        num_table, num_wanted, before = 0, 0, list[BlockHash]()
-        for chain, num_blocks, num_computed in coming:
-            num_lacking, is_queued = 0, not chain.blocks
-            if is_queued:
-                found = self._hits.find(chain, num_blocks)
-                tiers.acquire(found.held)
-                held += found.held[::-1]
-                # What the request before it computes is there when it is admitted.
-                num_known = max(len(found.known), num_shared(chain.hashes, before))
-                num_lacking = found.num_fresh - (num_known - len(found.known))
-                num_computed = min(num_computed, num_blocks - num_known)
-                num_table = num_lacking if chain is first else num_table
-                before = chain.hashes
-            num_pages = (chain.pages_per_block - 1) * num_computed
-            num_free = device.num_free_for(chain.tenant) - num_wanted
-            if num_lacking + num_pages > num_free:
-                if is_queued and chain is not first:
-                    break
-                num_pages = 0
-            if num_lacking > num_free:
+        device, num_pages = self._tiers.device, 0
+        lacking, self._lacking = self._lacking, {}
+        by_tenant = dict[bytes, tuple[Chain, int]]()
+        for chain, count in lacking.items():
+            most = num_blocks * (chain.pages_per_block - 1)
+            if num_pages + count > min(most, device.num_free_for(chain.tenant)):
                 break
-            _, num_before = by_tenant.get(chain.tenant, (chain, 0))
-            by_tenant[chain.tenant] = chain, num_before + num_lacking + num_pages
-            num_wanted += num_lacking + num_pages
-        return _Needs(held, num_table, by_tenant)
+            num_pages += count
+            _, before = by_tenant.get(chain.tenant, (chain, 0))
+            by_tenant[chain.tenant] = chain, before + count
+        num_pages = 0
+        for chain, count in by_tenant.values():
+            num_pages += count
+            if num_pages > device.num_empty:
+                wanted = _Wanted(num_pages, chain.tenant)
+                self._evict_and_demote(chain, wanted, at_most=num_pages)
 
     def _take(self, wanted: _Wanted, at_most: int) -> list[Block] | None:
         """Allocate blocks, if for that no more than `at_most` have to be evicted."""
@@ -334,11 +290,8 @@ class Room:
         # are copied, since those copies may evict the pages that make them clean.
         self._poll()
         num_empty = device.num_empty
-        num_evicted = self._tiers.evict_next(
-            max(0, min(wanted.num_blocks - num_empty, at_most)),
-            tenant=wanted.tenant,
-            takes_kept=wanted.takes_kept,
-        )
+        device.release(self._allocate(wanted, at_most=num_empty + at_most) or [])
+        num_evicted = device.num_empty - num_empty
         num_lacking = wanted.num_blocks - device.num_empty
         if num_evicted >= at_most or num_lacking <= 0:
             return num_evicted

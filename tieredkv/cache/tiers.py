@@ -275,12 +275,6 @@ class Tiers:
         self._note_evicted(tier, evicted)
         return len(evicted)
 
-    def evict_next(self, count: int, *, tenant: bytes, takes_kept: bool = False) -> int:
-        """Evict up to so many blocks of VRAM; return how many. See `BlockPool.evict_next`."""
-        evicted = self.device.evict_next(count, tenant=tenant, takes_kept=takes_kept)
-        self._note_evicted(Tier.DEVICE, evicted)
-        return len(evicted)
-
     def check(self) -> None:
         """Raise IntegrityError if a pool takes a block for clean or for a duplicate that is not."""
         is_clean = {Tier.DEVICE: self.is_device_clean, Tier.HOST: self.is_host_clean}
