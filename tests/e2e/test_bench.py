@@ -21,9 +21,10 @@ from tests import golden
 from tests.levels import few
 from tests.serving import Server, heed_ctrl_c, running
 from tests.waiting import HANG_S, wait_until
-from tieredkv.bench import crowd, crowd_figures, disk, raw, restore, sources
+from tieredkv.bench import crowd, crowd_figures, disk, raw, restore, sources, ttft
 from tieredkv.bench.ttft import Sample, are_tokens_equal, compare, demote_all
 from tieredkv.cli.main import main
+from tieredkv.engine.llm import LLM
 from tieredkv.storage.format.header import decode_header
 from tieredkv.types import BlockRecord, ignore_progress
 
@@ -87,6 +88,57 @@ def test_bench_ttft_refuses_what_it_cannot_measure(
     golden.told(capsys.readouterr().err)
 
 
+ALL_COLD = {("cold", 64): 2, ("cold", 128): 2}
+
+
+@pytest.mark.parametrize(
+    ("arms", "interrupted_at", "served", "problems"),
+    [
+        ("cold,disk", 0, {}, []),
+        ("cold,disk", 2, {}, []),
+        ("cold,disk", 4, {("cold", 64): 1, ("disk", 64): 1}, ["1 of 4 cases"]),
+        ("cold,restart", 3, {("cold", 64): 2}, ["2 of 4 cases", "0 of 4 restarts"]),
+        ("restart", 3, {}, []),  # only cold runs were measured, which nobody asked for
+        ("cold,restart", 7, ALL_COLD | {("restart", 64): 1}, ["1 of 4 restarts"]),
+        ("cold,restart", 8, ALL_COLD | {("restart", 64): 2}, ["2 of 4 restarts"]),
+    ],
+)
+def test_bench_ttft_that_is_interrupted_reports_what_was_measured(
+    arms: str,
+    interrupted_at: int,
+    served: dict[tuple[str, int], int],
+    problems: list[str],
+    tieredkv: CommandLine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    in_this_process: None,
+) -> None:
+    """Interrupt the bench before it serves a prompt; each process serves one to warm up."""
+    num_served = 0
+
+    def serve_once(llm: LLM, prompt: list[int], **options: Any) -> Sample:
+        nonlocal num_served
+        if num_served == interrupted_at:
+            os.kill(os.getpid(), signal.SIGINT)
+        num_served += 1
+        return honest(llm, prompt, **options)
+
+    honest = ttft.serve_once
+    monkeypatch.setattr(ttft, "serve_once", serve_once)
+    words = ["--model", "tiny-random", "--prefix-tokens", "64,128", "--repeats", "2"]
+    words += ["--arms", arms, "--disk-dir", ".", "--json"]
+    exit_code, stdout, stderr = tieredkv("bench", "ttft", *words)
+    assert not list(tmp_path.iterdir()), "the bench leaves its store behind"
+    if not served:
+        assert (exit_code, stdout) == (130, "")
+        return
+    assert exit_code == 1, stderr
+    report = json.loads(stdout.splitlines()[-1])
+    counts = {(r["arm"], r["prefix_tokens"]): len(r["ttft_ms"]["all"]) for r in report["rows"]}
+    assert counts == served
+    assert report["problems"] == [f"interrupted after {each}" for each in problems]
+
+
 @pytest.fixture
 def tieredkv(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -132,7 +184,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     That they start processes of their own is tested with `bench ttft`, and where a crowd is
     interrupted or stopped.
     """
-    for module in (crowd, restore):
+    for module in (crowd, restore, ttft):
         monkeypatch.setattr(module, "in_new_process", lambda work, *arguments: work(*arguments))
 
 
@@ -624,9 +676,19 @@ def stop(command: list[str], wait: Callable[[subprocess.Popen[str]], None]) -> d
 
 
 @pytest.mark.slow
-def test_bench_restore_that_is_stopped_reports_the_cases_that_ended(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "tieredkv", "bench", "restore", "--model", "tiny-random"]
-    command += ["--prefix-tokens", "128,256", "--repeats", "100000", "--disk-dir", str(tmp_path)]
+@pytest.mark.parametrize("bench", ["restore", "ttft"])
+def test_a_bench_that_is_stopped_reports_the_cases_that_ended(bench: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "tieredkv", "bench", bench, "--model", "tiny-random"]
+    command += [
+        "--arms",
+        "cold,device",
+        "--prefix-tokens",
+        "128,256",
+        "--repeats",
+        "100000",
+        "--disk-dir",
+        str(tmp_path),
+    ]
 
     def wait(process: subprocess.Popen[str]) -> None:
         assert process.stderr is not None

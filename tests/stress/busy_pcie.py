@@ -27,7 +27,7 @@ import click
 import torch
 
 from tieredkv.bench import raw
-from tieredkv.bench.processes import noting_interruptions
+from tieredkv.bench.processes import cut_short, noting_interruptions
 from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.ttft import (
     PROBLEMS,
@@ -201,8 +201,7 @@ def main(
         if row[name] is False
     ]
     num_served, num_cases = sum(map(len, samples.values())), len(lengths) * len(counts) * repeats
-    if num_served < num_cases * len(MODES):
-        problems.append(f"interrupted after {num_served // len(MODES)} of {num_cases} prompts")
+    problems += cut_short(num_served // len(MODES), num_cases, "prompts")
     click.echo(json.dumps(report | {"rows": rows, "problems": problems}))
     sys.exit(1 if problems else 0)
 

@@ -115,6 +115,11 @@ def _unwind_once() -> None:
     repeat_dropped_interruptions()
 
 
+def cut_short(num_done: int, num_all: int, what: str) -> list[str]:
+    """Return a bench's problem if an interruption has ended it before all of something was done."""
+    return [f"interrupted after {num_done} of {num_all} {what}"] if num_done < num_all else []
+
+
 @contextlib.contextmanager
 def noting_interruptions() -> Iterator[threading.Event]:
     """Have Ctrl-C and SIGTERM only set the event that is returned; called by the main thread."""

@@ -37,7 +37,7 @@ from unittest import mock
 import numpy as np
 
 from tieredkv.bench import raw, sources
-from tieredkv.bench.processes import in_new_process, noting_interruptions
+from tieredkv.bench.processes import cut_short, in_new_process, noting_interruptions
 from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.sources import DiskShare
 from tieredkv.bench.temporary_keys import temporary_folder, temporary_keys
@@ -134,6 +134,7 @@ def measure(
                     if not interrupted.is_set()
                 }
                 if interrupted.is_set():
+                    llm.core.verbs.evict()  # or it would be written when the engine closes
                     break
                 for arm, run in case.items():
                     runs.setdefault((arm, length, limit), []).append(run)
@@ -225,9 +226,7 @@ def run(
         problems += find_problems(row, text)
     problems += logit_problems(rows)
     num_served = sum(len(runs["cold", *case]) for case in measured)
-    num_cases = repeats * len(prefix_tokens) * len(disk_rate)
-    if num_served < num_cases:
-        problems.append(f"interrupted after {num_served} of {num_cases} cases")
+    problems += cut_short(num_served, repeats * len(prefix_tokens) * len(disk_rate), "cases")
     facts = {"model": found.name, "dtype": found.dtype, "block_size": kv_spec.block_size}
     raws = [max(run.raw_GBps) for some in runs.values() for run in some if run.raw_GBps]
     limits = {

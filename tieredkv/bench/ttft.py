@@ -27,9 +27,11 @@ storage for the worker. They should be 0.95 to 1.2 times `bytes_loaded`, and the
 they are fewer.
 
 `run` starts one process for all arms but `restart`, and one more for each row of restarts, so that
-a restart is real. Processes run one at a time, and their start is not part of any figure.
+a restart is real. Processes run one at a time, and their start is not part of any figure. If it is
+interrupted, it reports what was measured by then.
 """
 
+import contextlib
 import itertools
 import math
 import random
@@ -46,7 +48,7 @@ import torch
 import xxhash
 
 from tieredkv.bench import raw, sources
-from tieredkv.bench.processes import in_new_process
+from tieredkv.bench.processes import cut_short, in_new_process, noting_interruptions
 from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.sources import DiskShare, WorkerReads
 from tieredkv.bench.temporary_keys import make_place, temporary_folder, temporary_keys
@@ -115,30 +117,54 @@ Samples = dict[tuple[str, int], list[Sample]]
 
 def measure(
     settings: Row, lengths: list[int], repeats: int, arms: list[str], last: str | None
-) -> Samples:
-    """Serve every prompt in each arm, in this process; demote all of them to the tier `last`."""
+) -> tuple[Samples, bool]:
+    """Serve every prompt in each arm, in this process; demote all of them to the tier `last`.
+
+    An interruption ends it with the prompts that were served in all arms.
+
+    Returns:
+        The samples, and whether it was interrupted, which may be after the last of them.
+    """
     progress, samples = bench_progress(), Samples()
-    with LLM(**settings, retention="24h", progress=progress) as llm:
-        serve_once(llm, make_prompt(llm, max(lengths), -1))  # warm-up
-        llm.core.verbs.evict()
-        cases = list(itertools.product(lengths, range(repeats)))
-        for length, repeat in tracked(progress, "measuring", cases):
-            prompt = make_prompt(llm, length, repeat)
-            for arm in arms:
-                demote_all(llm, TIER_OF_ARM[arm])
-                llm.core.parts.tiers.settings.restore = "auto" if arm == "planned" else "load"
-                is_batched = arm == "batched"
-                beside = make_prompt(llm, BESIDE_TOKENS, repeat) if is_batched else None
-                sample = serve_once(llm, prompt, digested=not is_batched, beside=beside)
-                if is_batched:
-                    llm.core.verbs.evict()
-                if arm == "cold" and len(sample.digests) < length // llm.core.kv_spec.block_size:
-                    what = f"a prefix of {length} tokens does not stay in VRAM"
-                    raise TieredKVError(f"{what}; raise `device_size`")
-                samples.setdefault((arm, length), []).append(sample)
-            demote_all(llm, last)
+    with contextlib.ExitStack() as stack:
+        with LLM(**settings, retention="24h", progress=progress) as llm:
+            serve_once(llm, make_prompt(llm, max(lengths), -1))  # warm-up
             llm.core.verbs.evict()
-    return samples
+            interrupted = stack.enter_context(noting_interruptions())  # until the engine is closed
+            cases = list(itertools.product(lengths, range(repeats)))
+            for length, repeat in tracked(progress, "measuring", cases):
+                case = {
+                    arm: _serve(llm, length, repeat, arm)
+                    for arm in arms
+                    if not interrupted.is_set()
+                }
+                if interrupted.is_set():
+                    llm.core.verbs.evict()  # or it would be written when the engine closes
+                    break
+                for arm, sample in case.items():
+                    samples.setdefault((arm, length), []).append(sample)
+                demote_all(llm, last)
+                llm.core.verbs.evict()
+        return samples, interrupted.is_set()
+
+
+def _serve(llm: LLM, length: int, repeat: int, arm: str) -> Sample:
+    """Serve the prompt of a repeat in one arm.
+
+    Raises:
+        TieredKVError: the prefix does not stay in VRAM, or could not be demoted.
+    """
+    demote_all(llm, TIER_OF_ARM[arm])
+    llm.core.parts.tiers.settings.restore = "auto" if arm == "planned" else "load"
+    prompt, is_batched = make_prompt(llm, length, repeat), arm == "batched"
+    beside = make_prompt(llm, BESIDE_TOKENS, repeat) if is_batched else None
+    sample = serve_once(llm, prompt, digested=not is_batched, beside=beside)
+    if is_batched:
+        llm.core.verbs.evict()
+    if arm == "cold" and len(sample.digests) < length // llm.core.kv_spec.block_size:
+        what = f"a prefix of {length} tokens does not stay in VRAM"
+        raise TieredKVError(f"{what}; raise `device_size`")
+    return sample
 
 
 def make_prompt(llm: LLM, length: int, repeat: int) -> list[int]:
@@ -222,11 +248,12 @@ def run(
     """Run the whole bench in new processes, which draw their progress themselves.
 
     The bench makes a store under `disk_dir`, or else in the system's temporary folder, and removes
-    it at the end.
+    it at the end. If it is interrupted, the report has what was measured by then.
 
     Raises:
         ConfigError: a prefix is too long for the model.
         ConfigError: `disk_dir` is not a folder and cannot be made.
+        KeyboardInterrupt: it was interrupted before anything was measured.
         TieredKVError: a process failed.
     """
     found, kv_spec = look_up(settings)
@@ -240,21 +267,35 @@ def run(
         settings = sizes | settings | {"restore": "load"} | places
         first = [arm for arm in TIER_OF_ARM if arm in ("cold", *arms) and arm != "restart"]
         last = TIER_OF_ARM["restart"] if "restart" in arms else None
-        samples = in_new_process(measure, settings, prefix_tokens, repeats, first, last)
-        for length in prefix_tokens if last else ():
-            samples |= in_new_process(measure, settings, [length], repeats, ["restart"], last)
+        samples, is_interrupted = in_new_process(
+            measure, settings, prefix_tokens, repeats, first, last
+        )
+        with contextlib.suppress(KeyboardInterrupt):  # what was measured is reported
+            for length in prefix_tokens if last else ():
+                if is_interrupted:
+                    break
+                restarts, is_interrupted = in_new_process(
+                    measure, settings, [length], repeats, ["restart"], last
+                )
+                samples |= restarts
         page_cache = sources.page_cache(path)
     rows = [
         _row(arm, length, samples, kv_spec.block_bytes, page_cache)
         for arm in arms
         for length in prefix_tokens
+        if (arm, length) in samples
     ]
+    if not rows:
+        raise KeyboardInterrupt
     share = DiskShare.expected(settings, kv_spec)
     problems = []
     for row in rows:
         ratio = sources.disk_over_loaded([row["bytes_from_disk"]], [row["bytes_loaded"]])
         # The worker may read its program, too.
         problems += find_problems(row, share.problem(row["page_cache"], ratio, may_exceed=True))
+    for arm, what in [("cold", "cases"), ("restart", "restarts")][: 2 if last else 1]:
+        num_served = sum(len(samples.get((arm, length), [])) for length in prefix_tokens)
+        problems += cut_short(num_served, len(prefix_tokens) * repeats, what)
     facts = {"model": found.name, "dtype": found.dtype, "block_size": kv_spec.block_size}
     return {**facts, "restore": "load", "raw": limits, "rows": rows, "problems": problems}
 
@@ -343,7 +384,8 @@ def _digest(sample: Sample, reused: Iterable[BlockHash]) -> str | None:
 
 def _row(arm: str, length: int, samples: Samples, block_bytes: int, page_cache: str) -> Row:
     """Return one row of the report: all repeats of an arm at a prefix length."""
-    ours, cold, tier = samples[arm, length], samples["cold", length], TIER_OF_ARM[arm]
+    ours, tier = samples[arm, length], TIER_OF_ARM[arm]
+    cold = samples["cold", length][: len(ours)]  # restarts may have been cut short
     differences, are_equal, are_excluded = zip(*map(compare, ours, cold), strict=True)
     times, cold_times = ([round(it.ttft_ms, 3) for it in each] for each in (ours, cold))
     p50_ms = round(statistics.median(times), 3)

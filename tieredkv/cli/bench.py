@@ -154,6 +154,10 @@ def ttft() -> None:
     times the bytes that were loaded. Where `page_cache` is "warm" it may give less: there is no
     block device under the folder, or its filesystem has no O_DIRECT.
 
+    Ctrl-C and SIGTERM remove the store; the prompts that were served in all arms but `restart` by
+    then are reported, and so are the restarts that were measured. The exit code is then 1. It is
+    130 if there is nothing to report.
+
     \b
     Example:
       tieredkv bench ttft --model tiny-random --prefix-tokens 512,2048 --repeats 5 --json
