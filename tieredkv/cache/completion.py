@@ -3,7 +3,7 @@
 Called by the engine's thread only.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from tieredkv.cache.block import Block
 from tieredkv.cache.catalog import Entry
@@ -154,6 +154,8 @@ class Completion:
 
         They are not written again.
         """
+        if self._tiers.store is None or not self._tiers.can_load:
+            return []
         why = chain.row.why_computed
         good = {
             index: entry
@@ -161,25 +163,26 @@ class Completion:
             if why.get(index) in STILL_ON_DISK
         }
         now, beside = self._tiers.clock.now(), list[Entry]()
-        for entry, until in zip(good.values(), self._until(chain, list(good)), strict=True):
+        for entry, until in zip(good.values(), self._until(chain, good), strict=True):
             if until > now:
                 entry.disk_expires_at = float(until)
                 beside.append(entry)
         return beside
 
-    def _until(self, chain: Chain, indices: Sequence[int]) -> Sequence[int]:
+    def _until(self, chain: Chain, entries: Mapping[int, Entry]) -> Sequence[int]:
         """Return until when the disk has each of these blocks; 0 of those that it does not have.
 
         Of a block, that had to be known when its request was admitted: some copies may have gone
         meanwhile.
         """
         if isinstance(chain, Tail):
-            return self._tails.until(chain, indices)
+            hashes = [entry.block_hash for entry in entries.values()]
+            return self._tails.until(chain, list(entries), hashes)
         now = self._tiers.clock.now()
-        if not any(chain.is_on_disk(index, now) for index in indices):
-            return [0] * len(indices)
+        if not any(chain.is_on_disk(index, now) for index in entries):
+            return [0] * len(entries)
         until = self._hits.until(chain)
-        return [until[index] if chain.is_on_disk(index, now) else 0 for index in indices]
+        return [until[index] if chain.is_on_disk(index, now) else 0 for index in entries]
 
     def _note_clean(self, chain: Chain, computed: Sequence[int]) -> None:
         """Note which blocks that were just computed host memory need not get."""

@@ -318,11 +318,7 @@ class TieredCache:
         return self._room.make_ahead(chain, num_blocks, is_alone=is_alone)
 
     def make_room_for_pages(self, num_blocks: int) -> None:
-        """Make room for the pages that running requests could not `hold` since the last call.
-
-        Args:
-            num_blocks: of how many blocks a step computes tokens, at most.
-        """
+        """Make room for pages that running requests could not `hold`; see `Room.make_for_pages`."""
         self._room.make_for_pages(num_blocks)
 
     def why_missed(self, chain: Chain, index: int) -> MissReason:

@@ -67,26 +67,20 @@ class Tails:
             absent = {*tiers.host.missing(absent)}
             now = tiers.clock.now()
             has_disk = tiers.store is not None
-            until = self._until(tail, pages, hashes) if absent and has_disk else ()
+            until = self.until(tail, pages, hashes) if absent and has_disk else ()
             on_disk = (it for it, second in zip(hashes, until, strict=False) if second > now)
             absent.difference_update(on_disk)
         lacking = zip(pages, hashes, strict=True)
         return sorted({index // len(tail.kinds) for index, it in lacking if it in absent})
 
-    def _until(self, tail: Tail, pages: Sequence[int], hashes: Sequence[BlockHash]) -> list[int]:
-        """Return until when the disk has each of these pages; 0 of those that it does not have."""
+    def until(self, tail: Tail, pages: Sequence[int], hashes: Sequence[BlockHash]) -> list[int]:
+        """Return until when the disk has these pages, by their hashes; 0 of those that it lacks."""
         presence = self._tiers.presence
         until: list[int] = presence.until(hashes).tolist()
         if not presence.is_whole:  # what the disk has answered counts as well
             answers = self._lookups.answers(tail)
             until = [max(it, answers.get(i, 0)) for i, it in zip(pages, until, strict=True)]
         return until
-
-    def until(self, tail: Tail, pages: Sequence[int]) -> Sequence[int]:
-        """Return until when the disk has each of these pages; 0 of those that it does not have."""
-        if self._tiers.store is None or not self._tiers.can_load:
-            return [0] * len(pages)
-        return self._until(tail, pages, [tail.hashes[index] for index in pages])
 
     def look(self, tail: Tail, end: int) -> range:
         """Note which pages the disk has that a hit needs which ends behind so many blocks.
@@ -99,7 +93,7 @@ class Tails:
         if needed and self._tiers.store is not None and self._tiers.can_load:
             tail.disk_until = [0] * len(tail.hashes)
             named = tail.hashes[needed.start : needed.stop]
-            tail.disk_until[needed.start : needed.stop] = self._until(tail, needed, named)
+            tail.disk_until[needed.start : needed.stop] = self.until(tail, needed, named)
         return needed
 
     def find(self, tail: Tail, end: int) -> list[Block | None]:
