@@ -172,7 +172,10 @@ def _rotate_and_store_kernel(
     HAS_VALUES. Keys and values of a token with a negative slot are not stored.
     Bytes moved: 1 read and 1 write of qkv, and 1 read of the table's row.
     """
+    # NOTE: what depends on nothing else is loaded first, so that memory is waited for twice only.
     token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     head = (tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE))[:, None]
     dim = tl.arange(0, HALF_TILE)[None, :]
     is_real = dim < HALF_DIM
@@ -187,14 +190,7 @@ def _rotate_and_store_kernel(
     source = qkv_ptr + token * qkv_stride + source_head * (2 * HALF_DIM) + dim
     raw_low = tl.load(source, mask=is_any, other=0.0)
     raw_high = tl.load(source + HALF_DIM, mask=is_any, other=0.0)
-    dtype = raw_low.dtype
-    low, high = raw_low.to(tl.float32), raw_high.to(tl.float32)
     if HAS_NORM:
-        variance = tl.sum(low * low + high * high, axis=1)[:, None] / (2 * HALF_DIM)
-        scale = tl.rsqrt(variance + eps)
-        low, high = low * scale, high * scale
-        if HAS_VALUE_NORM:
-            raw_low, raw_high = low.to(dtype), high.to(dtype)
         weight_low = tl.load(head_norms_ptr + dim, mask=is_real, other=0.0)
         weight_high = tl.load(head_norms_ptr + HALF_DIM + dim, mask=is_real, other=0.0)
         if NUM_KV_HEADS > 0:
@@ -203,19 +199,26 @@ def _rotate_and_store_kernel(
             k_high = tl.load(k_norm + HALF_DIM, mask=is_real, other=0.0)
             weight_low = tl.where(is_query, weight_low, k_low)
             weight_high = tl.where(is_query, weight_high, k_high)
-        low = _weigh(low, weight_low, offset, dtype, IS_ROUNDED_FIRST).to(tl.float32)
-        high = _weigh(high, weight_high, offset, dtype, IS_ROUNDED_FIRST).to(tl.float32)
-    position = tl.load(positions_ptr + token).to(tl.int64)
     row = cos_sin_ptr + position * (2 * NUM_ANGLES) + dim
     cos = tl.load(row, mask=dim < NUM_ANGLES, other=1.0)
     sin = tl.load(row + NUM_ANGLES, mask=dim < NUM_ANGLES, other=0.0)
+
+    dtype = raw_low.dtype
+    low, high = raw_low.to(tl.float32), raw_high.to(tl.float32)
+    if HAS_NORM:
+        variance = tl.sum(low * low + high * high, axis=1)[:, None] / (2 * HALF_DIM)
+        scale = tl.rsqrt(variance + eps)
+        low, high = low * scale, high * scale
+        if HAS_VALUE_NORM:
+            raw_low, raw_high = low.to(dtype), high.to(dtype)
+        low = _weigh(low, weight_low, offset, dtype, IS_ROUNDED_FIRST).to(tl.float32)
+        high = _weigh(high, weight_high, offset, dtype, IS_ROUNDED_FIRST).to(tl.float32)
     rotated_low = (low * cos - high * sin).to(dtype)
     rotated_high = (high * cos + low * sin).to(dtype)
 
     out = out_ptr + (token * NUM_HEADS + head) * (2 * HALF_DIM) + dim
     tl.store(out, rotated_low, mask=is_query)
     tl.store(out + HALF_DIM, rotated_high, mask=is_query)
-    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     if slot >= 0:
         slot_offset = (slot // BLOCK_SIZE) * cache_stride_block
         slot_offset += (slot % BLOCK_SIZE) * cache_stride_token
