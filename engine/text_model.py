@@ -9,6 +9,7 @@ renamings is asked, too.
 import contextlib
 import copy
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -133,7 +134,6 @@ def split_tensors(
     beside -= {*own.split("|")}
     ignored = ignored_names(whole)
     renamings = [it for it in get_model_conversion_mapping(whole) if isinstance(it, WeightRenaming)]
-    state = model.state_dict()
     text: Tensors = {}
     others = []
     for key, tensor in tensors.items():
@@ -149,16 +149,28 @@ def split_tensors(
             renamed = base + renamed.removeprefix(f"{path}.")
         if renamed in text:
             raise refused(name, f"tensor `{renamed}` is in its weight files by two names")
-        is_turned = renamed in state and _is_turned(tensor, state[renamed])
-        text[renamed] = Transposed(tensor) if is_turned else tensor
+        text[renamed] = tensor
     # The two configs may disagree, and what is stored decides.
     is_tied = any(getattr(it, "tie_word_embeddings", False) for it in (config, model.config))
     outputs = {*(model._tied_weights_keys or ())}
     return SplitTensors(text, others, is_tied and outputs.isdisjoint(text))
 
 
+def turned(tensors: Tensors, state: Mapping[str, Tensor]) -> Tensors:
+    """Exchange rows and columns of experts that are stored the other way, as by Qwen3-VL-MoE.
+
+    Args:
+        tensors: those of the text model; quantized ones are dequantised when they are read.
+        state: what the model needs, on the meta device.
+    """
+    return {
+        key: Transposed(it) if key in state and _is_turned(it, state[key]) else it
+        for key, it in tensors.items()
+    }
+
+
 def _is_turned(tensor: Any, expected: Tensor) -> bool:
-    """Whether weights of experts are stored as [experts, inputs, outputs], as by Qwen3-VL-MoE."""
+    """Whether weights of experts are stored as [experts, inputs, outputs]."""
     stored, wanted = [*tensor.get_shape()], [*expected.shape]
     return len(wanted) == 3 and stored != wanted and stored == [wanted[i] for i in (0, 2, 1)]
 

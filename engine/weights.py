@@ -29,7 +29,7 @@ from tieredkv.engine.checkpoint import reason_of, refused, refusing
 from tieredkv.engine.experts import EXPERTS_NAME
 from tieredkv.engine.quantized import Tensors, dequantised, find_quantization
 from tieredkv.engine.suitability import Reasons, check_reasons
-from tieredkv.engine.text_model import ignored_names, is_multimodal, split_tensors
+from tieredkv.engine.text_model import ignored_names, is_multimodal, split_tensors, turned
 
 logger = logging.getLogger(__name__)
 
@@ -198,6 +198,8 @@ def _open_checkpoint(
         if found.unused:
             ends = Counter(key.rpartition(".")[2] for key in found.unused)
             told.append(f"{len(found.unused)} static scales are not used: {_counted(ends)}")
+    if is_part:
+        used = turned(used, state)
     check_reasons(name, _header_reasons(config.model_type, is_part, state, used))
     return _Opened(config, empty, used, told)
 

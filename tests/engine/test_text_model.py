@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedConfig
 
 from tests.engine.logits import run_paged, run_transformers
 from tests.engine.test_families import CONTEXT_LEN, FULL, SMALL
+from tests.engine.test_quantized import quantise
 from tests.golden import refused, told
 from tieredkv.engine.byte_tokenizer import byte_tokenizer
 from tieredkv.engine.llm import LLM
@@ -288,6 +289,24 @@ def test_fp8_with_a_scale_a_tensor_under_a_wrapper(tmp_path: Path) -> None:
     assert len(meant) == 14
     for key, weight in meant.items():
         assert torch.equal(model.get_parameter(key.removeprefix("language_model.")), weight), key
+
+
+def test_fp8_experts_may_be_stored_with_inputs_before_outputs(tmp_path: Path) -> None:
+    write_whole(tmp_path, whole_config("qwen3_vl_moe"))
+    tensors, meant = read(tmp_path), {}
+    for key in [key for key in tensors if ".experts." in key]:
+        turned = tensors[key].transpose(1, 2).contiguous()
+        tensors[key], scales, means = quantise(turned, (16, 24))
+        tensors[f"{key}_scale_inv"] = scales
+        meant[key.removeprefix("model.language_model.")] = means.transpose(1, 2)
+    write(tmp_path, tensors)
+    change_config(
+        tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 24]}
+    )
+    model = load(tmp_path).model
+    assert len(meant) == 4
+    for key, weight in meant.items():
+        assert torch.equal(model.get_parameter(f"model.{key}"), weight), key
 
 
 def load_text(folder: Path) -> Any:
