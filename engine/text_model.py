@@ -84,9 +84,15 @@ def text_config(name: str, config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def ignored_names(model: PreTrainedModel) -> re.Pattern[str]:
-    """Return what the names of tensors have that a model's class does not use, such as MTP's."""
-    patterns = (*(model._keys_to_ignore_on_load_unexpected or ()), *_ALWAYS_IGNORED)
-    return re.compile("|".join(f"({pattern})" for pattern in patterns))
+    """Return what the names of tensors have that a model's class does not use, such as MTP's.
+
+    What would match a module of this model is left out: a class may name the layer of MTP in a
+    smaller model of its family by a number that is that of a layer here.
+    """
+    told = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    paths = [f"{path}." for path, _ in model.named_modules()]
+    others = [it.pattern for it in told if not any(map(it.search, paths))]
+    return re.compile("|".join(f"({pattern})" for pattern in (*others, *_ALWAYS_IGNORED)))
 
 
 def is_multimodal(config: PreTrainedConfig) -> bool:

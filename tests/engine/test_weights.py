@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from tests.engine.test_families import GLM4_MOE, make_config, write_checkpoint
 from tests.golden import refused
 from tests.unprivileged import unprivileged
 from tieredkv.engine import loader, weights
@@ -176,6 +177,19 @@ def test_a_checkpoint_may_hold_tensors_that_its_model_class_ignores(
     patterns = [r"^mtp\."]
     monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", patterns)
     load(folder)
+
+
+def test_a_layer_of_the_model_is_loaded_though_its_class_ignores_that_number(
+    tmp_path: Path,
+) -> None:
+    """GLM-4.5 has 92 layers and MTP behind them, and MTP of GLM-4.5-Air is its layer 46."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 47, "head_dim": 8}
+    routed = {"n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    write_checkpoint(tmp_path, make_config("glm4_moe", GLM4_MOE | sizes | routed))
+    tensors = read(tmp_path)
+    write(tmp_path, tensors | {"model.layers.92.eh_proj.weight": torch.ones(8, 8)})
+    merged = load(tmp_path).model.get_parameter("model.layers.46.mlp.experts.down_proj")
+    assert torch.equal(merged[1], tensors["model.layers.46.mlp.experts.1.down_proj.weight"])
 
 
 def test_a_tied_copy_is_accepted_if_it_is_equal(checkpoints: Any, tmp_path: Path) -> None:
