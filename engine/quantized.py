@@ -35,7 +35,10 @@ _SCALE_DTYPES = frozenset({"F32", "F16", "BF16", "F8_E8M0"})
 _FP8_SCALES = ("_scale_inv", "_scale")
 """What follows a weight's name in the name of its scales; either is a factor."""
 
-_UNUSED_SCALES = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")
+_UNUSED_SCALES = (
+    *(".activation_scale", ".input_scale", ".k_scale", ".v_scale"),
+    *("experts.gate_up_proj_activation_scale", "experts.down_proj_activation_scale"),
+)
 _DEFAULT_BLOCK = (128, 128)
 _PIECE_ROWS = 256
 

@@ -18,6 +18,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.engine.conftest import write_checkpoint
 from tests.engine.harness import Harness, reference_tokens
+from tests.engine.test_families import LATENT, make_config
+from tests.engine.test_families import write_checkpoint as write_family_checkpoint
 from tests.golden import refused, told
 from tieredkv.engine.llm import LLM
 from tieredkv.engine.loader import LoadedModel, find_model
@@ -250,6 +252,26 @@ def test_the_log_tells_what_was_dequantised_and_what_is_not_used(
     for record in caplog.records:
         if record.name == "tieredkv.engine.weights":
             told(record.getMessage(), hide={str(folder): "FOLDER"})
+
+
+def test_static_scales_of_merged_experts_are_not_used(tmp_path: Path) -> None:
+    """Experts that are stored together have names without `.weight`, and so have their scales."""
+    folder = tmp_path / "model"
+    write_family_checkpoint(folder, make_config("mistral4", LATENT))
+    tensors, meant = read(folder), {}
+    for key in [key for key in tensors if ".experts." in key]:
+        rows, columns = tensors[key].shape[1:]
+        tensors[key], tensors[f"{key}_scale_inv"], meant[key] = quantise(
+            tensors[key], (rows, columns)
+        )
+        tensors[f"{key}_activation_scale"] = torch.ones(4)
+    write(folder, tensors)
+    table = {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"}
+    change_config(folder, quantization_config=table)
+    model = load(folder).model
+    assert len(meant) == 4
+    for key, weight in meant.items():
+        assert torch.equal(model.get_parameter(key), weight), key
 
 
 def test_tensors_that_the_class_ignores_need_no_scales(
