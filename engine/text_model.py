@@ -165,20 +165,27 @@ def split_tensors(
 def turned(tensors: Tensors, state: Mapping[str, Tensor]) -> Tensors:
     """Exchange rows and columns of experts that are stored the other way, as by Qwen3-VL-MoE.
 
+    Where one of a layer's weights is stored so, all are: a square one does not tell by its shape.
+
     Args:
         tensors: those of the text model; quantized ones are dequantised when they are read.
         state: what the model needs, on the meta device.
     """
-    return {
-        key: Transposed(it) if key in state and _is_turned(it, state[key]) else it
-        for key, it in tensors.items()
-    }
+    experts = {key: it for key, it in tensors.items() if key in state and state[key].ndim == 3}
+    layers = {_module(key) for key, it in experts.items() if _is_turned(it, state[key])}
+    turned = {key: Transposed(it) for key, it in experts.items() if _module(key) in layers}
+    return tensors | turned
 
 
 def _is_turned(tensor: Any, expected: Tensor) -> bool:
     """Whether weights of experts are stored as [experts, inputs, outputs]."""
     stored, wanted = [*tensor.get_shape()], [*expected.shape]
-    return len(wanted) == 3 and stored != wanted and stored == [wanted[i] for i in (0, 2, 1)]
+    return stored != wanted and stored == [wanted[i] for i in (0, 2, 1)]
+
+
+def _module(key: str) -> str:
+    """Return the path of the module that has a tensor."""
+    return key.rpartition(".")[0]
 
 
 class Transposed:

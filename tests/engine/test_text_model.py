@@ -224,6 +224,18 @@ def test_experts_may_be_stored_with_inputs_before_outputs(tmp_path: Path) -> Non
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
+def test_square_weights_of_experts_are_stored_as_the_others_of_their_layer(tmp_path: Path) -> None:
+    kind, text, vision = WHOLES["qwen3_vl_moe"]
+    table = {"text_config": TEXT | text | {"moe_intermediate_size": 32}, "vision_config": vision}
+    write_whole(tmp_path, AutoConfig.for_model(kind, **table))
+    expected, tensors = load(tmp_path).model.state_dict(), read(tmp_path)
+    turned = {k: it.transpose(1, 2).contiguous() for k, it in tensors.items() if "experts" in k}
+    assert {it.shape[1:] for it in turned.values()} == {(64, 64), (32, 64)}
+    write(tmp_path, tensors | turned)
+    found = load(tmp_path).model.state_dict()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
 def test_the_log_names_the_groups_of_tensors_that_are_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
