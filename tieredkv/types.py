@@ -193,8 +193,11 @@ class BlockRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 def window_blocks(window: int, block_size: int) -> int:
-    """Return of how many of the last blocks before a token a window may reach some tokens."""
-    return -(-(window - 1) // block_size)
+    """Return of how many of the last blocks before a token a window may reach some tokens.
+
+    It is at least one, so that a window of one token is kept like any other.
+    """
+    return max(1, -(-(window - 1) // block_size))
 
 
 Progress = Callable[[str, int, int], None]

@@ -325,6 +325,17 @@ def test_a_request_that_leaves_another_one_near_its_end_finds_what_is_before(fol
             assert usage.cached_tokens >= length - 2 * BLOCK, length
 
 
+def test_a_window_may_be_of_one_token(tmp_path: Path) -> None:
+    model_type, changes = FAMILIES["gemma3"]
+    write_checkpoint(tmp_path, make_config(model_type, changes | {"sliding_window": 1}))
+    prompt = tokens(100, seed=5)
+    with open_llm(tmp_path) as llm:
+        cold, _ = generate(llm, prompt)
+        found, usage = generate(llm, prompt)
+    assert usage.cached_tokens == 96
+    assert found == cold
+
+
 def test_the_same_prompt_is_found_again(folder: Path) -> None:
     with open_llm(folder) as llm:
         for length in (1, 2, 15, 16, 17, 31, 32, 33, 47, 48):
