@@ -21,10 +21,18 @@ SERVED_ROPES = frozenset(
     {"default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn"}
 )
 
+_SCALES = ("rope_theta", "factor")
+"""With one of 0 or less every rotation but that of the first token is no number."""
+
 
 def rope_types(config: PreTrainedConfig) -> list[str]:
     """Return the type of a config's rope, or those of each type of layer."""
     return [str(table.get("rope_type", "default")) for table in _tables(config)]
+
+
+def rope_scales(config: PreTrainedConfig) -> list[tuple[str, Any]]:
+    """Return the names and values of what the positions of a config's ropes are scaled by."""
+    return [(it, table[it]) for table in _tables(config) for it in _SCALES if it in table]
 
 
 def fixed_rope(config: PreTrainedConfig, context_len: int) -> PreTrainedConfig:

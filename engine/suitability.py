@@ -23,7 +23,7 @@ from tieredkv.engine.attention import (
 )
 from tieredkv.engine.checkpoint import refused
 from tieredkv.engine.latent import keep_latents
-from tieredkv.engine.rope import SERVED_ROPES, rope_types
+from tieredkv.engine.rope import SERVED_ROPES, rope_scales, rope_types
 from tieredkv.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,10 @@ _SUPPORTED_OPTIONS = frozenset({"sliding_window", "s_aux"})
 
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 
-_POSITIVE = ("max_position_embeddings", "num_experts_per_tok", "query_pre_attn_scalar")
+_POSITIVE = (
+    *("final_logit_softcapping", "max_position_embeddings", "num_experts_per_tok"),
+    *("num_hidden_layers", "query_pre_attn_scalar", "top_k_experts"),
+)
 """Numbers of which 0 or less is seen only once the weights are there, or by no one."""
 
 _PARTIAL_LAYERS = frozenset({"sliding_attention", "chunked_attention"})
@@ -97,6 +100,9 @@ def _config_reasons(config: PreTrainedConfig, kind: str, context_len: int) -> Re
         number = told(field)
         what = f"`{field}` = {number} in config.json is not a positive number"
         yield isinstance(number, int | float) and number <= 0, what
+    experts, groups = told("n_routed_experts"), told("n_group")
+    what = f"its {experts} experts (`n_routed_experts`) do not make {groups} groups (`n_group`)"
+    yield experts and groups and experts % groups, what
     for field in _ACTIVATIONS:
         name = told(field)
         known = ", ".join(f"`{each}`" for each in get_close_matches(str(name), ACT2FN, cutoff=0))
@@ -123,6 +129,9 @@ def _config_reasons(config: PreTrainedConfig, kind: str, context_len: int) -> Re
     yield not is_causal, "its attention is not causal, and only causal attention is supported"
     for rope_type in rope_types(config):
         yield rope_type not in SERVED_ROPES, f"its rope of type `{rope_type}` is not known"
+    for field, number in rope_scales(config):
+        what = f"`{field}` = {number} of its rope is not a positive number"
+        yield isinstance(number, int | float) and number <= 0, what
 
 
 def _is_window(size: object) -> bool:

@@ -27,6 +27,7 @@ SMALL = {
     "max_position_embeddings": 256,
     "pad_token_id": None,
 }
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4}
 FULL = ["full_attention", "full_attention"]
 
 
@@ -60,6 +61,13 @@ def examine(
         ("vit", {}),
         ("lfm2_moe", {}),
         ("lfm2_moe", {"layer_types": ["conv", "full_attention"]}),
+        ("deepseek_v3", {"num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 3}),
+        ("gemma3_text", {"final_logit_softcapping": 0.0}),
+        ("gemma3_text", {"rope_parameters": {"full_attention": LINEAR | {"factor": 0}}}),
+        ("gemma4_text", {"enable_moe_block": True, "top_k_experts": 0}),
+        ("llama", {"num_hidden_layers": 0}),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}),
+        ("llama", {"rope_parameters": LINEAR | {"factor": -2.0}}),
     ],
 )
 def test_a_model_that_cannot_be_paged_is_refused_with_its_reason(
