@@ -53,6 +53,14 @@ _POSITIVE = (
 )
 """Numbers of which 0 or less is seen only once the weights are there, or by no one."""
 
+_SAME_IN_ALL_LAYERS = frozenset(
+    {
+        *(*_ACTIVATIONS, *_POSITIVE, "attention_chunk_size", "attn_logit_softcapping", "is_causal"),
+        *("n_group", "n_routed_experts", "sliding_window", "use_bidirectional_attention"),
+    }
+)
+"""What is read of a whole config; transformers raises an error for one that differs by layer."""
+
 _PARTIAL_LAYERS = frozenset({"sliding_attention", "chunked_attention"})
 """The layer types that attend to part of a long context only."""
 
@@ -90,6 +98,9 @@ def _config_reasons(config: PreTrainedConfig, kind: str, context_len: int) -> Re
     def told(field: str) -> Any:
         return getattr(config, field, None)
 
+    for field in sorted(_SAME_IN_ALL_LAYERS.intersection(told("per_layer_attributes") or ())):
+        what = f"`{field}` differs by layer (`per_layer_config` in config.json)"
+        yield True, f"{what}, which is not supported"
     what = f"`{kind}` is an encoder-decoder model, and only decoder-only models are supported"
     yield told("is_encoder_decoder"), what
     is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
