@@ -49,9 +49,13 @@ _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 
 _POSITIVE = (
     *("final_logit_softcapping", "max_position_embeddings", "num_experts_per_tok"),
-    *("num_hidden_layers", "query_pre_attn_scalar", "top_k_experts"),
+    *("num_hidden_layers", "query_pre_attn_scalar", "rms_norm_eps", "top_k_experts"),
 )
 """Numbers of which 0 or less is seen only once the weights are there, or by no one."""
+
+_NUMS_OF_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+_NUMS_CHOSEN = ("num_experts_per_tok", "top_k_experts")
+"""Fields that families have for the experts of a layer, and for how many of them a token takes."""
 
 _SAME_IN_ALL_LAYERS = frozenset(
     {
@@ -111,6 +115,10 @@ def _config_reasons(config: PreTrainedConfig, kind: str, context_len: int) -> Re
         number = told(field)
         what = f"`{field}` = {number} in config.json is not a positive number"
         yield isinstance(number, int | float) and number <= 0, what
+    experts = next(filter(None, map(told, _NUMS_OF_EXPERTS)), None)
+    chosen = next(filter(None, map(told, _NUMS_CHOSEN)), 0)
+    what = f"a token would take {chosen} experts, but config.json has {experts} in a layer"
+    yield experts is not None and chosen > experts, what
     experts, groups = told("n_routed_experts"), told("n_group")
     what = f"its {experts} experts (`n_routed_experts`) do not make {groups} groups (`n_group`)"
     yield experts and groups and experts % groups, what

@@ -22,6 +22,7 @@ import msgspec
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import logging as transformers_logging
 
 from tieredkv.engine.attention import ATTENTION_NAME
@@ -140,7 +141,7 @@ def load_weights(
                 **options,
             )
         untied = sorted({*empty.all_tied_weights_keys} - {*model.all_tied_weights_keys})
-        check_reasons(name, _tensor_reasons(model, tensors, info, untied))
+        check_reasons(name, _tensor_reasons(info, untied))
         model = model.to(device)
         if device.type == "cpu":
             # Copied out of the memory-mapped files, one by one: a file that is overwritten then
@@ -201,6 +202,7 @@ def _open_checkpoint(
     if is_part:
         used = turned(used, state)
     check_reasons(name, _header_reasons(config.model_type, is_part, state, used))
+    check_reasons(name, _count_reasons(empty, used))
     return _Opened(config, empty, used, told)
 
 
@@ -276,6 +278,36 @@ def _header_reasons(kind: str, is_part: bool, state: dict[str, Any], tensors: Te
         yield has != wants, f"its weights do not fit its config: {what}"
 
 
+def _count_reasons(empty: Any, tensors: Tensors) -> Reasons:
+    """Say where weight files hold more or fewer values than a model on the meta device has."""
+    state, tied = empty.state_dict(), {*empty.all_tied_weights_keys}
+    sizes = {key: math.prod(it.get_shape()) for key, it in tensors.items()}
+    num_expected = sum(state[key].numel() for key in state if key not in tied)
+    num_copied = sum(state[key].numel() for key in tensors if key in tied)
+    if (num_stored := sum(sizes.values())) - num_expected in (0, num_copied):
+        return
+    renamings, prefix = get_model_conversion_mapping(empty), empty.base_model_prefix
+    stored, unknown = Counter[str](), list[str]()
+    for key in sorted(sizes):
+        known = key  # what transformers makes of it, alone or with others
+        for renaming in renamings:
+            known, _ = renaming.rename_source_key(known)
+        known = whole if (whole := f"{prefix}.{known}") in state else known
+        stored[known] += sizes[key]
+        if known not in state:
+            unknown.append(key)
+    misfit = "its weights do not fit its config"
+    yield unknown, f"{misfit}: the model that config.json describes does not use {_named(unknown)}"
+    absent = sorted({*state} - {*stored} - tied)
+    yield absent, f"{misfit}: {_named(absent)} {_are(absent)} missing from its weight files"
+    for key in stored:
+        has, wants = stored[key], state[key].numel()
+        what = f"{misfit}: its weight files hold {has:,} values for `{key}`"
+        yield has != wants, f"{what}, but config.json says {wants:,}"
+    what = f"{misfit}: its weight files hold {num_stored:,} values"
+    yield True, f"{what}, but config.json says {num_expected:,}"
+
+
 def _num_layers(keys: Iterable[str]) -> dict[str, int]:
     """Count the layers, by the place of their list in the model."""
     layers = {match.groups() for key in keys if (match := _LAYER.match(key))}
@@ -299,11 +331,8 @@ def _counted(groups: Counter[str]) -> str:
     return ", ".join([*named, "…"] if len(groups) > len(named) else named)
 
 
-def _tensor_reasons(
-    model: Any, tensors: Tensors, info: dict[str, Any], untied: Sequence[str]
-) -> Reasons:
-    """Say where the tensors of the files and those of the model differ."""
-    state, tied = model.state_dict(), model.all_tied_weights_keys
+def _tensor_reasons(info: dict[str, Any], untied: Sequence[str]) -> Reasons:
+    """Say where tensors, by transformers' names for them, and those of the model differ."""
     if extra := sorted(info["unexpected_keys"]):
         what = f"the model that config.json describes does not use {_named(extra)}"
         yield True, f"its weights do not fit its config: {what}"
@@ -315,15 +344,6 @@ def _tensor_reasons(
         yield True, f"its weights do not fit its config: tensor `{key}` {shapes}"
     what = "tied to the input embeddings by config.json, but stored with other values"
     yield untied, f"its weights do not fit its config: {_named(untied)} {_are(untied)} {what}"
-    # Of two tensors whose names transformers takes for the same parameter it drops one.
-    num_expected = sum(state[key].numel() for key in state if key not in tied)
-    num_stored = sum(math.prod(tensors[key].get_shape()) for key in tensors)
-    num_copied = sum(state[key].numel() for key in tensors if key in tied)
-    others = sorted({*tensors} - {*state})
-    what = f"{num_stored} values are stored, but {num_expected} are used"
-    what += f"; the model knows {_named(others)} by other names" if others else ""
-    is_whole = num_stored - num_expected in (0, num_copied)
-    yield not is_whole, f"its weights do not fit its config: {what}"
 
 
 def _value_reasons(model: PreTrainedModel, dtype: str) -> Reasons:

@@ -57,6 +57,12 @@ def refuse(folder: Path, **options: Any) -> None:
         load(folder, **options)
 
 
+def refuse_at_once(folder: Path) -> None:
+    """Expect that a checkpoint is refused before anything is allocated, with the test's text."""
+    with refused(ModelError, hide={str(folder): "FOLDER"}):
+        find_model(str(folder), device="cpu")
+
+
 def add_biases(tensors: Tensors) -> None:
     for layer in range(2):
         for part in "qkv":
@@ -129,11 +135,19 @@ def put_infinity(tensors: Tensors) -> None:
         drop,
         narrow,
         call_one_twice,
-        put_nan,
-        put_infinity,
     ],
 )
 def test_tensors_that_are_not_those_of_the_model_are_refused_by_name(
+    folder: Path, change: Callable[[Tensors], None]
+) -> None:
+    tensors = read(folder)
+    change(tensors)
+    write(folder, tensors)
+    refuse_at_once(folder)
+
+
+@pytest.mark.parametrize("change", [put_nan, put_infinity])
+def test_values_that_are_not_finite_are_refused_by_name(
     folder: Path, change: Callable[[Tensors], None]
 ) -> None:
     tensors = read(folder)
@@ -239,8 +253,10 @@ def test_experts_are_merged_and_an_expert_too_many_or_of_another_shape_is_refuse
     merged = load(experts).model.get_parameter("model.layers.0.mlp.experts.down_proj")
     assert torch.equal(merged[3], tensors[key(3, 2)])
     write(experts, tensors | {key(4, w): tensors[key(3, w)].clone() for w in (1, 2, 3)})
-    refuse(experts)
+    refuse_at_once(experts)
     write(experts, tensors | {key(3, 1): torch.ones(95, 64)})
+    refuse_at_once(experts)
+    write(experts, tensors | {key(3, 1): torch.ones(64, 96)})
     refuse(experts)
 
 
