@@ -9,12 +9,14 @@ from tieredkv.cache.block import Block
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.demotion import Demoter
+from tieredkv.cache.expiry import Expiry
 from tieredkv.cache.hits import Hits
 from tieredkv.cache.lookups import Lives
 from tieredkv.cache.miss_reasons import COMPUTED_SOONER
 from tieredkv.cache.tail import Tail
 from tieredkv.cache.tails import Tails
 from tieredkv.cache.tiers import Tiers
+from tieredkv.cache.touches import Touches
 from tieredkv.types import BlockHash, Tier
 
 STILL_ON_DISK = (None, COMPUTED_SOONER, "load_timeout")
@@ -30,13 +32,23 @@ class Completion:
         tails: know which further pages of blocks are kept.
         demoter: told of what was computed.
         lives: ask for the age of copies on disk.
+        touches: refresh what the tiers had already.
+        expiry: drops pages whose retention has ended.
     """
 
     def __init__(
-        self, tiers: Tiers, hits: Hits, tails: Tails, demoter: Demoter, lives: Lives
+        self,
+        tiers: Tiers,
+        hits: Hits,
+        tails: Tails,
+        demoter: Demoter,
+        lives: Lives,
+        touches: Touches,
+        expiry: Expiry,
     ) -> None:
         self._tiers, self._hits, self._tails = tiers, hits, tails
         self._demoter, self._lives = demoter, lives
+        self._touches, self._expiry = touches, expiry
 
     def complete(self, chain: Chain, first: int, last: int) -> None:
         """Publish what a chain has of the full blocks `[first, last)`, and of their kept pages."""
@@ -48,6 +60,19 @@ class Completion:
             self._publish_pages(tail, [*self._tails.complete(tail, last)])
             self._announce(tail, tail.kept_between(first, last))
             self._tails.pass_by(tail, num_computed)
+
+    def seal(self, chain: Chain, block_hash: BlockHash) -> None:
+        """Publish the private block behind a chain; see `TieredCache.seal`."""
+        device, index = self._tiers.device, len(chain.hashes)
+        block = chain.blocks[index]
+        self._expiry.drop_among([block_hash])
+        chain.grow([block_hash])
+        chain.row.append_computed()
+        if device.insert(block, block_hash, chain.tenant) is not block:
+            device.fill(block)
+            self._touches.renew(chain, [index])
+        self.complete(chain, index, index + 1)
+        self._tiers.events.learn(chain, index, index + 1)
 
     def _publish(self, chain: Chain, computed: Sequence[int]) -> None:
         blocks, hashes = chain.blocks, chain.hashes
@@ -106,12 +131,13 @@ class Completion:
 
     def _publish_pages(self, tail: Tail, computed: Sequence[int]) -> None:
         device, now = self._tiers.device, self._tiers.clock.now()
+        self._expiry.drop_among([tail.hashes[index] for index in computed])
         own = [
             index
             for index in computed
             if device.insert(page := tail.blocks[index], tail.hashes[index], tail.tenant) is page
         ]
-        tail.row.compute(own)
+        tail.row.compute(computed)
         self._fill(tail.blocks[index] for index in own)
         entries = [
             Entry(
@@ -129,6 +155,8 @@ class Completion:
             for index in part
         ]
         self._note_computed(tail, entries, own)
+        if others := sorted({*computed}.difference(own)):
+            self._touches.renew(tail, others)
 
     def _fill(self, blocks: Iterable[Block]) -> None:
         """Note that the last step has computed these blocks."""

@@ -100,7 +100,9 @@ class TieredCache:
         self._expiry = Expiry(tiers)
         self._tails = Tails(tiers, self._recalls, self._lookups, self._expiry)
         self._hits = Hits(tiers, self._recalls, self._lookups, self._tails)
-        self._completion = Completion(tiers, self._hits, self._tails, self._demoter, self._lives)
+        self._completion = Completion(
+            tiers, self._hits, self._tails, self._demoter, self._lives, self._touches, self._expiry
+        )
         self._junctions = Junctions(tiers, self._hits, self._completion, self._admitted.keys())
         self._room = Room(tiers, self._promoter, self._demoter, self._hits, self.poll)
         self.operations = Operations(tiers, self._promoter, self._demoter, self._departures)
@@ -343,17 +345,9 @@ class TieredCache:
     def seal(self, chain: Chain, block_hash: BlockHash) -> None:
         """Publish the private block behind the chain, which generated tokens have filled.
 
-        If another request has computed the same block already, this one stays private.
+        If the tiers have the same block already, this one stays private, and that one is refreshed.
         """
-        device, index = self._tiers.device, len(chain.hashes)
-        block = chain.blocks[index]
-        self._expiry.drop_among([block_hash])
-        chain.grow([block_hash])
-        chain.row.append_computed()
-        if device.insert(block, block_hash, chain.tenant) is not block:
-            device.fill(block)
-        self.complete(chain, index, index + 1)
-        self._tiers.events.learn(chain, index, index + 1)
+        self._completion.seal(chain, block_hash)
 
     def touch(self, chain: Chain) -> None:
         """Have the whole chain of a request refreshed in every tier, some blocks at a time."""

@@ -51,6 +51,13 @@ class Touches:
         if (first := self._begun.pop(chain, None)) is not None:
             self._touch(chain, chain.used[first:])
 
+    def renew(self, chain: Chain, indices: Sequence[int]) -> None:
+        """Refresh blocks that a request has computed and that the tiers had already."""
+        self._touch(chain, indices)
+        hashes = [chain.hashes[index] for index in indices]
+        self._tiers.device.touch(hashes)
+        self._tiers.touch_pages(hashes)
+
     def _touch(self, chain: Chain, indices: Sequence[int]) -> None:
         tiers, hashes, now = self._tiers, chain.hashes, self._tiers.clock.now()
         states, get, computed = chain.row.states, tiers.catalog.get, State.COMPUTED
