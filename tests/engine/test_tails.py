@@ -566,13 +566,17 @@ def test_random_histories_in_small_tiers_give_the_tokens_of_cold_prompts(
             assert [it.token_ids for it in answers] == cold[start : start + 6] * 2
             for answer in answers:
                 num_cached.update(answer.usage.cached_tokens_by_tier)
+        if has_disk:
+            assert llm.core.cache.flush(Tier.DISK, deadline=time.monotonic() + 20)
         for number in random.Random(seed).choices(range(len(prompts)), k=10):
             [answer] = llm.generate([prompts[number]], THIRTEEN)
             llm.core.cache.check()
             num_cached.update(answer.usage.cached_tokens_by_tier)
             assert answer.token_ids == cold[number]
-        assert llm.core.scheduler.num_preemptions or seed
-    assert num_cached[Tier.DEVICE] and num_cached[Tier.HOST]
+        # How many requests lose their room, and what memory still has, depends on the disk's time.
+        assert llm.core.scheduler.num_preemptions or seed or has_disk
+    assert num_cached[Tier.DEVICE]
+    assert num_cached[Tier.HOST] or has_disk
     assert bool(num_cached[Tier.DISK]) == has_disk
 
 
