@@ -173,8 +173,7 @@ def turned(tensors: Tensors, state: Mapping[str, Tensor]) -> Tensors:
     """
     experts = {key: it for key, it in tensors.items() if key in state and state[key].ndim == 3}
     layers = {_module(key) for key, it in experts.items() if _is_turned(it, state[key])}
-    turned = {key: Transposed(it) for key, it in experts.items() if _module(key) in layers}
-    return tensors | turned
+    return tensors | {key: Transposed(experts[key]) for key in experts if _module(key) in layers}
 
 
 def _is_turned(tensor: Any, expected: Tensor) -> bool:

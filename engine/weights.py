@@ -297,15 +297,20 @@ def _count_reasons(empty: Any, tensors: Tensors) -> Reasons:
         if known not in state:
             unknown.append(key)
     misfit = "its weights do not fit its config"
-    yield unknown, f"{misfit}: the model that config.json describes does not use {_named(unknown)}"
-    absent = sorted({*state} - {*stored} - tied)
-    yield absent, f"{misfit}: {_named(absent)} {_are(absent)} missing from its weight files"
+    yield from _name_reasons(unknown, sorted({*state} - {*stored} - tied))
     for key in stored:
         has, wants = stored[key], state[key].numel()
         what = f"{misfit}: its weight files hold {has:,} values for `{key}`"
         yield has != wants, f"{what}, but config.json says {wants:,}"
     what = f"{misfit}: its weight files hold {num_stored:,} values"
     yield True, f"{what}, but config.json says {num_expected:,}"
+
+
+def _name_reasons(extra: Sequence[str], absent: Sequence[str]) -> Reasons:
+    """Say that a model lacks tensors of its weight files, or they lack some of it."""
+    misfit = "its weights do not fit its config"
+    yield extra, f"{misfit}: the model that config.json describes does not use {_named(extra)}"
+    yield absent, f"{misfit}: {_named(absent)} {_are(absent)} missing from its weight files"
 
 
 def _num_layers(keys: Iterable[str]) -> dict[str, int]:
@@ -333,12 +338,7 @@ def _counted(groups: Counter[str]) -> str:
 
 def _tensor_reasons(info: dict[str, Any], untied: Sequence[str]) -> Reasons:
     """Say where tensors, by transformers' names for them, and those of the model differ."""
-    if extra := sorted(info["unexpected_keys"]):
-        what = f"the model that config.json describes does not use {_named(extra)}"
-        yield True, f"its weights do not fit its config: {what}"
-    if absent := sorted(info["missing_keys"]):
-        what = f"{_named(absent)} {_are(absent)} missing from its weight files"
-        yield True, f"its weights do not fit its config: {what}"
+    yield from _name_reasons(sorted(info["unexpected_keys"]), sorted(info["missing_keys"]))
     for key, stored, expected in sorted(info["mismatched_keys"]):
         shapes = f"has the shape {tuple(stored)}, but config.json says {tuple(expected)}"
         yield True, f"its weights do not fit its config: tensor `{key}` {shapes}"

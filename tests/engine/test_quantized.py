@@ -208,6 +208,12 @@ def load(folder: Path, **options: Any) -> LoadedModel:
     return find_model(str(folder), device="cpu", **options).load()
 
 
+def check_meant(model: Any, meant: Tensors) -> None:
+    """Verify that parameters of a model are what their numbers and scales mean."""
+    for key, weight in meant.items():
+        assert torch.equal(model.get_parameter(key), weight), key
+
+
 @pytest.mark.parametrize("kind", ["block", "row", "tensor"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
 def test_an_fp8_checkpoint_is_the_model_of_its_dequantised_weights(
@@ -268,10 +274,8 @@ def test_static_scales_of_merged_experts_are_not_used(tmp_path: Path) -> None:
     write(folder, tensors)
     table = {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"}
     change_config(folder, quantization_config=table)
-    model = load(folder).model
     assert len(meant) == 4
-    for key, weight in meant.items():
-        assert torch.equal(model.get_parameter(key), weight), key
+    check_meant(load(folder).model, meant)
 
 
 def test_tensors_that_the_class_ignores_need_no_scales(

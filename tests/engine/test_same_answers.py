@@ -1,7 +1,6 @@
 """An answer that was given before counts as used now, as if its request had been the first."""
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,13 @@ FOUND = (len(PROMPT) + LENGTH - 1) // BLOCK * BLOCK  # the last token of an answ
 
 
 @pytest.fixture(params=["qwen3", "gpt_oss"])
-def how(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, Any]]:
+def how(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     """Return how an engine is opened."""
     model_type, changes = FAMILIES[request.param]
     write_checkpoint(tmp_path, make_config(model_type, changes | {"max_position_embeddings": 1024}))
     sizes = {"device_size": "16MiB", "host_size": "16MiB", "block_size": BLOCK}
     store = {"disk_dir": str(tmp_path / "store"), "disk_size": "64MiB"}
-    yield {"model": str(tmp_path), "device": "cpu", "restore": "load", **sizes, **store}
+    return {"model": str(tmp_path), "device": "cpu", "restore": "load", **sizes, **store}
 
 
 def answer(llm: LLM, prompt: list[int], retention: str, length: int = LENGTH) -> Any:

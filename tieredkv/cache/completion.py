@@ -155,8 +155,8 @@ class Completion:
             for index in part
         ]
         self._note_computed(tail, entries, own)
-        if others := sorted({*computed}.difference(own)):
-            self._touches.renew(tail, others)
+        if len(own) < len(computed):
+            self._touches.renew(tail, sorted({*computed}.difference(own)))
 
     def _fill(self, blocks: Iterable[Block]) -> None:
         """Note that the last step has computed these blocks."""
