@@ -4,6 +4,7 @@ Sizes are in bytes and times in wall-clock seconds since the epoch, unless a nam
 """
 
 import enum
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,10 @@ PAGE_ALIGNMENT_BYTES = 4096
 """Arena pages and disk extents start and end on multiples of this, as O_DIRECT asks."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+STATE_GRID_TOKENS = 64
+"""Recurrent states are kept at multiples of so many tokens, at which computing them may be cut
+without changing a bit of the result."""
 
 
 class Tier(enum.StrEnum):
@@ -68,6 +73,41 @@ class LayerKV(NamedTuple):
         return (1 if self.values_in_keys else 2) * self.num_kv_heads * self.head_dim
 
 
+class StateShape(NamedTuple):
+    """What a recurrent layer keeps of all tokens before: gated delta rule and short convolution.
+
+    Every head has a state `[key_dim, value_dim]`. The convolution keeps its last `conv_width - 1`
+    inputs `[num_channels, conv_width - 1]`. All of it is float32, in pieces of one head's state:
+    those of the heads, then those of the convolution, the last of which may not be full.
+    """
+
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution: queries, keys and values of all heads."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
+
+    @property
+    def piece_elements(self) -> int:
+        """Elements of one piece."""
+        return self.key_dim * self.value_dim
+
+    @property
+    def conv_elements(self) -> int:
+        """Elements of what the convolution keeps."""
+        return self.num_channels * (self.conv_width - 1)
+
+    @property
+    def layer_pieces(self) -> int:
+        """Pieces of one layer."""
+        return self.num_heads + -(-self.conv_elements // self.piece_elements)
+
+
 class PageKind(NamedTuple):
     """What one of the pages of a block holds.
 
@@ -91,15 +131,20 @@ class KVSpec:
     `[2, block_size, num_kv_heads, head_dim]`: its keys, then its values. A layer whose values lie
     in its keys has `[block_size, num_kv_heads, head_dim]`.
 
+    The state of all recurrent layers at one position is dealt to further pages of that size, piece
+    after piece, and no piece lies in two pages.
+
     Attributes:
         layers: the layers that have keys and values of their own.
         dtype: of keys and values.
         block_size: tokens a block.
+        states: the recurrent layers, whose shapes are all the same.
     """
 
     layers: Sequence[LayerKV]
     dtype: str
     block_size: int
+    states: Sequence[StateShape] = ()
 
     @property
     def token_elements(self) -> int:
@@ -130,6 +175,22 @@ class KVSpec:
         """What share of the pages of a block holds nothing, since no further layer fits."""
         num_elements = sum(layer.num_elements for layer in self.layers)
         return 1 - num_elements / (self.token_elements * len(self.page_kinds))
+
+    @property
+    def page_pieces(self) -> int:
+        """Pieces of a recurrent state that a page has room for; 0 if not even one fits."""
+        return self.block_bytes // (4 * self.states[0].piece_elements) if self.states else 0
+
+    @property
+    def state_pages(self) -> int:
+        """Pages of the recurrent state at one position."""
+        num_pieces = sum(state.layer_pieces for state in self.states)
+        return -(-num_pieces // self.page_pieces) if num_pieces else 0
+
+    @property
+    def grid_blocks(self) -> int:
+        """Behind a multiple of how many blocks requests may go on."""
+        return math.lcm(self.block_size, STATE_GRID_TOKENS) // self.block_size if self.states else 1
 
     def first_element(self, kind: PageKind, num_layers: int) -> int:
         """Return how many elements the first layers of a page have."""

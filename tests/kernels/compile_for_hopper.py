@@ -17,14 +17,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tieredkv.kernels import (
+    delta_rule,
     dense_kernels,
     expert_products,
     fused,
     latent_attention,
     latent_rotation,
+    page_copy,
     paged_attention,
     prefill_products,
     routing,
+    short_conv,
     store_kv,
 )
 from tieredkv.kernels.expert_layout import EXACT, LARGE, MIDDLE, NARROW, WIDE, GateKind, Tiling
@@ -36,6 +39,7 @@ from tieredkv.kernels.partition import (
     narrow_tiling,
     wide_tiling,
 )
+from tieredkv.types import StateShape
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
@@ -58,8 +62,14 @@ OTHER_POINTERS = {
     "counts_ptr": "*i32",
     "pairs_ptr": "*i32",
     "blocks_ptr": "*i32",
+    "pool_ptr": "*fp32",
+    "tables_ptr": "*i32",
+    "rows_ptr": "*i32",
+    "words_ptr": "*i32",
+    "source_ptr": "*i64",
+    "target_ptr": "*i64",
 }
-FLOATS = ("scale_log2", "eps", "offset", "alpha", "limit", "scale", "logit_scale")
+FLOATS = ("scale_log2", "eps", "offset", "alpha", "limit", "scale", "logit_scale", "beta_scale")
 
 
 def compile_kernel(
@@ -340,6 +350,41 @@ def compile_routing(hidden_size: int, *, is_short: bool) -> None:
     )
 
 
+def compile_states(dtype: torch.dtype, shape: StateShape, *, has_bias: bool) -> None:
+    """Compile the kernels of a recurrent layer; the convolution for single tokens and for more."""
+    paged = {"PIECES_PER_PAGE": 7, "NUM_FIELDS": 3}
+    for token_tile in (1, short_conv.TOKEN_TILE):
+        compile_kernel(
+            short_conv._short_conv_kernel,
+            dtype,
+            paged
+            | ({} if has_bias else {"bias_ptr": None})
+            | {
+                "NUM_CHANNELS": shape.num_channels,
+                "CONV_WIDTH": shape.conv_width,
+                "PIECE_ELEMENTS": shape.piece_elements,
+                "TOKEN_TILE": token_tile,
+                "CHANNEL_TILE": short_conv.CHANNEL_TILE,
+                "STATE_TILE": triton.next_power_of_2(shape.conv_width - 1),
+            },
+            num_warps=4,
+        )
+    compile_kernel(
+        delta_rule._delta_rule_kernel,
+        dtype,
+        paged
+        | {
+            "NUM_HEADS": shape.num_heads,
+            "NUM_KEY_HEADS": shape.num_key_heads,
+            "KEY_DIM": shape.key_dim,
+            "VALUE_DIM": shape.value_dim,
+            "KEY_TILE": triton.next_power_of_2(shape.key_dim),
+            "VALUE_TILE": delta_rule.VALUE_TILE,
+        },
+        num_warps=1,
+    )
+
+
 def compile_first() -> None:
     """Compile each kernel with each of its branches, tilings and kinds of gate."""
     compile_all(torch.bfloat16, 28, 4, 128)
@@ -362,6 +407,9 @@ def compile_first() -> None:
     compile_add_and_norm(2816, has_others=True)
     compile_routing(2048, is_short=True)
     compile_routing(2880, is_short=False)
+    compile_states(torch.bfloat16, StateShape(48, 16, 128, 128, 4), has_bias=False)
+    compile_states(torch.float32, StateShape(3, 1, 24, 40, 5), has_bias=True)
+    compile_kernel(page_copy._copy_pages_kernel, torch.bfloat16, {"TILE": page_copy.TILE})
 
 
 def compile_others() -> None:

@@ -1,0 +1,73 @@
+"""Where the recurrent states of requests lie in pages, and which tokens of a step go with them.
+
+A layer of the gated delta rule keeps of all tokens before: a state of each value head,
+`[key_dim, value_dim]`, and the last `conv_width - 1` inputs of its convolution. Both are float32
+and are cut into *pieces* of `key_dim * value_dim` elements, none of which straddles two pages.
+
+- Piece h of a layer is the state of value head h. The pieces behind those of all heads hold the
+  inputs of the convolution, flattened from `[num_channels, conv_width - 1]`, the oldest first; the
+  rest of the last one is not used.
+- Layer l, counted among recurrent layers only, begins at piece `l * layer_pieces` of a request.
+- Piece p of a request lies in page `table[p // pieces_per_page]` of its row of the tables, at
+  element `p % pieces_per_page * piece_elements` of that page.
+
+The module knows shapes only: no Triton, no requests, no models.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tieredkv.types import StateShape
+
+
+class StateSpan(NamedTuple):
+    """Consecutive tokens of one request, and the row of its pages.
+
+    Attributes:
+        row: of the tables.
+        first_token: the first one's index among the tokens of the step.
+        num_tokens: 0 for padding, for which nothing is read or written.
+    """
+
+    row: int
+    first_token: int
+    num_tokens: int
+
+
+class StateRows(NamedTuple):
+    """The tokens of a step that are computed with each state; no request stands in two rows.
+
+    Attributes:
+        spans: the rows on the host. Only the reference reads them, so that they may be empty where
+            a captured step serves any rows.
+        rows: [num_rows, 3] int32, contiguous, on the device; the fields of `StateSpan`.
+        max_tokens: tokens of the longest row, or more; grids depend on it.
+    """
+
+    spans: Sequence[StateSpan]
+    rows: Tensor
+    max_tokens: int
+
+
+class LayerState(NamedTuple):
+    """One recurrent layer's states of all requests.
+
+    Attributes:
+        pool: [num_pages, page_elements] float32, contiguous in its last dimension.
+        tables: [num_table_rows, pages_of_a_request] int32, contiguous in its last dimension; only
+            the entries of this layer's pages are read.
+        shape: of the layer.
+        first_piece: of the layer, in every request.
+    """
+
+    pool: Tensor
+    tables: Tensor
+    shape: StateShape
+    first_piece: int
+
+    @property
+    def pieces_per_page(self) -> int:
+        """Pieces that lie in one page."""
+        return self.pool.shape[1] // self.shape.piece_elements
