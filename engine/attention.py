@@ -18,10 +18,11 @@ from transformers import AttentionInterface
 
 from tieredkv.engine.latent import expansion, has_latents, latent_dims
 from tieredkv.errors import ModelError
-from tieredkv.kernels import latents, launch, prefill_dense
+from tieredkv.kernels import latents, launch, prefill_dense, states
 from tieredkv.kernels.checks import LayerCache
 from tieredkv.kernels.partition import Batch, Heads, Latent
-from tieredkv.types import DTYPE_BYTES, KVSpec, LayerKV, PageKind
+from tieredkv.kernels.state_layout import LayerState, StateRows
+from tieredkv.types import DTYPE_BYTES, KVSpec, LayerKV, PageKind, StateShape
 
 ATTENTION_NAME = "tieredkv"
 CONTEXT_ARGUMENT = "paged_context"
@@ -83,9 +84,31 @@ class AttentionKind(NamedTuple):
         return self.heads.latent is not None and prefill_dense.is_available(self.heads)
 
 
-def own_layers(layers: Sequence[AttentionLayer]) -> list[LayerKV]:
+ModelLayer = AttentionLayer | StateShape
+"""What one layer of a model keeps of the tokens before."""
+
+
+def attention_layers(layers: Sequence[ModelLayer]) -> dict[int, AttentionLayer]:
+    """Return the layers that have attention, by their index."""
+    return {i: layer for i, layer in enumerate(layers) if isinstance(layer, AttentionLayer)}
+
+
+def own_layers(layers: Sequence[ModelLayer]) -> list[LayerKV]:
     """Return the shapes of those layers that have keys and values of their own."""
-    return [layer.stored for index, layer in enumerate(layers) if layer.source == index]
+    found = attention_layers(layers)
+    return [layer.stored for index, layer in found.items() if layer.source == index]
+
+
+class StepStates(NamedTuple):
+    """Where the recurrent states are that a step changes.
+
+    Attributes:
+        tables: [num_requests, num_state_pages] int32 on the device.
+        rows: of the step.
+    """
+
+    tables: Tensor
+    rows: StateRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +118,7 @@ class StepMetadata:
     Attributes:
         slots: [num_page_kinds, num_tokens] on the device; -1 for a token whose keys and values are
             not written.
+        states: whose recurrent state each token changes; None of a model without such layers.
         batches: for each kind of layer their requests, contexts, and how attention's work is shared
             out.
         last: the tokens whose logits are wanted, by themselves; None where all are attended.
@@ -103,6 +127,7 @@ class StepMetadata:
     slots: Tensor
     batches: Sequence[Batch]
     last: Sequence[Batch] | None = None
+    states: StepStates | None = None
 
 
 def late_layer(num_layers: int) -> int:
@@ -131,31 +156,39 @@ class AttentionContext:
         layers: of the model.
 
     Attributes:
-        kinds: of the layers, each once.
-        caches: keys and values that each layer attends to.
+        kinds: of the layers with attention, each once.
+        caches: keys and values that each of these layers attends to.
         step: what is being computed.
         handle: stands for the context in calls of the op.
     """
 
-    def __init__(self, kv_pool: Tensor, spec: KVSpec, layers: Sequence[AttentionLayer]) -> None:
-        own = [index for index, layer in enumerate(layers) if layer.source == index]
+    def __init__(self, kv_pool: Tensor, spec: KVSpec, layers: Sequence[ModelLayer]) -> None:
+        attending = attention_layers(layers)
+        own = [index for index, layer in attending.items() if layer.source == index]
         caches, pages = dict[int, LayerCache](), dict[int, int]()
         self._rests = _unused_rests(kv_pool, spec)
         for page, kind in enumerate(spec.page_kinds):
             for number, cache in enumerate(_layer_caches(kv_pool, spec, kind)):
                 source = own[kind.layers[number]]
                 caches[source], pages[source] = cache, page
-        self.caches = [caches[layer.source] for layer in layers]
+        self.caches = {index: caches[layer.source] for index, layer in attending.items()}
         place = kv_pool.dtype, kv_pool.device
-        kinds = [
-            AttentionKind(Heads(*it[:3], *place, it.latent), it.window, pages[it.source])
-            for it in layers
-        ]
-        self.kinds = list(dict.fromkeys(kinds))
-        self._kind_of = [self.kinds.index(kind) for kind in kinds]
+        kinds = {
+            index: AttentionKind(Heads(*it[:3], *place, it.latent), it.window, pages[it.source])
+            for index, it in attending.items()
+        }
+        self.kinds = list(dict.fromkeys(kinds.values()))
+        self._kind_of = {index: self.kinds.index(kind) for index, kind in kinds.items()}
+        recurrent = {i: it for i, it in enumerate(layers) if isinstance(it, StateShape)}
+        ends = itertools.accumulate(it.layer_pieces for it in recurrent.values())
+        self._states = {
+            index: (shape, end - shape.layer_pieces)
+            for (index, shape), end in zip(recurrent.items(), ends, strict=True)
+        }
+        self._floats = kv_pool.view(torch.float32) if recurrent else kv_pool
         self.step: StepMetadata | None = None
         first = spec.page_kinds[0].layers
-        self._layers, self._late_layer = layers, own[first[late_layer(len(first))]]
+        self._layers, self._late_layer = attending, own[first[late_layer(len(first))]]
         self._gate: torch.cuda.Event | None = None
         if kv_pool.is_cuda:
             self._gate = torch.cuda.Event(external=True)
@@ -219,6 +252,40 @@ class AttentionContext:
         step, kind = self._await_layer(layer), self._kind_of[layer]
         rest = self.latents(layer), matrix, step.batches[kind], scale, self.kinds[kind].heads
         return latents.latent_attention(plain, rotated, *rest)
+
+    def recur(
+        self,
+        mixed: Tensor,
+        update: Tensor,
+        decay: Tensor,
+        conv: tuple[Tensor, Tensor | None],
+        rates: tuple[Tensor, Tensor],
+        *,
+        layer: int,
+        update_scale: float,
+    ) -> Tensor:
+        """Run the convolution and the recurrence of a layer over the step's tokens.
+
+        Args:
+            mixed: [num_tokens, num_channels], queries, keys and values.
+            update: [num_tokens, num_heads], before the sigmoid.
+            decay: [num_tokens, num_heads], before the softplus.
+            conv: weight and bias of the convolution.
+            rates: the logarithm of each head's decay, and what is added to `decay`.
+            layer: index of the layer in the model.
+            update_scale: factor on how much a token changes the state.
+
+        Returns:
+            [num_tokens, num_heads, value_dim].
+        """
+        assert self.step is not None, "a forward pass ran outside of ModelRunner.launch"
+        assert self.step.states is not None, "the step has no states"
+        tables, rows = self.step.states
+        state = LayerState(self._floats, tables, *self._states[layer])
+        turned = states.short_conv(mixed, *conv, state, rows)
+        return states.delta_rule(
+            turned, decay, update, *rates, state, rows, beta_scale=update_scale
+        )
 
     def latents(self, layer: int) -> Tensor:
         """Return what a layer with latent attention stores, `[num_blocks, block_size, ...]`."""
@@ -364,6 +431,14 @@ def _(
     num_tokens, num_heads, query_dim = query.shape
     value_dim = len(matrix) // num_heads - query_dim + rotated.shape[1]
     return query.new_empty(num_tokens, num_heads, value_dim)
+
+
+class StateCall(NamedTuple):
+    """One call of a recurrent layer, as recorded in place of an `AttentionCall`."""
+
+    layer: int
+    shape: StateShape
+    activation: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 
 from tieredkv.cache.chain import BlockClaim, Chain
-from tieredkv.cache.tail import Interval, Tail, hit_pages, tail_kinds
+from tieredkv.cache.state_tail import tails_of
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import EngineRequest
@@ -46,8 +46,7 @@ class Chains:
         self._fingerprint, self._clock = fingerprint, clock
         self._policies = settings.retention_policies()
         self._open_namespace = namespace_digest("", algo=settings.hash_algo)
-        self._tail_kinds = tail_kinds(spec)
-        self._interval = Interval.of(hit_pages(spec), spec.block_size)
+        self._make_tail = tails_of(spec, settings.hash_algo)
 
     def make(self, asked: EngineRequest, token_ids: Sequence[int]) -> Chain:
         """Hash a prompt's full blocks that may be cached, in the tenant's own namespace."""
@@ -70,12 +69,15 @@ class Chains:
         told = packed[: len(hashes) * size] if self._is_announced(asked, namespace) else None
         claims = self._claims(asked)
         chain = Chain(root, namespace, hashes, claims, max_blocks, told, read_ends)
-        if self._tail_kinds:
-            tail = chain.tail = Tail.beside(chain, self._tail_kinds, self._interval, algo)
-            tail.most_end = max(0, len(packed) - 1) // size
+        if self._make_tail is not None:
+            tail = chain.tail = self._make_tail(chain)
             # Where the prompt ends, where the next turn may begin, and where a client has said.
-            tail.kept_ends = {len(hashes), *(num_tokens // size for num_tokens in asked.anchors)}
-            tail.kept_ends |= {claim.end for claim in claims[:-1]}
+            tail.keep_at(len(hashes), is_end=True)
+            for num_tokens in asked.anchors:
+                tail.keep_at(num_tokens // size, is_end=True)
+            for claim in claims[:-1]:
+                tail.keep_at(claim.end)
+            tail.most_end = max(0, len(packed) - 1) // size
         return chain
 
     def elsewhere(

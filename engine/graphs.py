@@ -17,6 +17,7 @@ from tieredkv.engine.attention import StepMetadata
 from tieredkv.engine.step_buffers import BatchRow, Layout, StepBuffers, StepOutput, idle_row
 from tieredkv.kernels import prefill_dense
 from tieredkv.kernels.partition import Batch, Span
+from tieredkv.kernels.states import MAX_STEP_TOKENS
 from tieredkv.types import Progress, tracked
 
 logger = logging.getLogger(__name__)
@@ -172,17 +173,20 @@ def capture_graphs(
 
     progress("timing long steps", 0, 1)
     has_products = any(kind.has_products() for kind in buffers.kinds)
-    short_sizes = MIXED_SIZES if has_products else MIXED_SIZES[-1:]
+    mixed_sizes, long_sizes, fresh_steps = [*MIXED_SIZES], [*LONG_SIZES], [*FRESH_STEPS]
+    if buffers.is_recurrent:
+        mixed_sizes = [size for size in MIXED_SIZES if size <= MAX_STEP_TOKENS]
+        long_sizes, fresh_steps = [], []
+    short_sizes = mixed_sizes if has_products else mixed_sizes[-1:]
     paying = sizes_that_pay(
-        [size for size in short_sizes[1:] + LONG_SIZES if size <= most_tokens],
+        [size for size in short_sizes[1:] + long_sizes if size <= most_tokens],
         short_sizes[0] + 1,
         max_context_len,
         lambda size, *steps: saved_s((size, "mixed"), *steps),
     )
     fresh: list[int] = []
-    for num_tokens in (
-        FRESH_STEPS if any(kind.is_dense(FRESH_STEPS[0]) for kind in buffers.kinds) else ()
-    ):
+    is_dense = any(kind.is_dense(FRESH_STEPS[0]) for kind in buffers.kinds)
+    for num_tokens in fresh_steps if is_dense else ():
         size = fresh_size(num_tokens)
         is_possible = num_tokens <= max_context_len and size <= most_tokens
         if not is_possible or min(saved_s((size, "fresh"), num_tokens, [0]), default=-1.0) < 0:
@@ -191,7 +195,7 @@ def capture_graphs(
     progress("timing long steps", 1, 1)
     wanted: dict[GraphKey, Depths] = {(n, "fresh"): () for n in fresh}
     wanted |= {(n, "decode"): () for n in DECODE_SIZES if n <= num_rows}
-    wanted |= {(n, "mixed"): () for n in MIXED_SIZES if n <= most_tokens}
+    wanted |= {(n, "mixed"): () for n in mixed_sizes if n <= most_tokens}
     wanted |= {(n, "mixed"): depths for n, depths in paying.items()}
     keys = sorted(wanted, reverse=True)  # the largest first, so that the others fit into its memory
     pool = torch.cuda.graph_pool_handle()
@@ -230,7 +234,8 @@ def capture(
             Batch(tables.tensor[layers.page], (), (), plans.last)
             for layers, plans in zip(buffers.kinds, buffers.plans, strict=True)
         ]
-    step = StepMetadata(buffers.slots[:, :num_tokens], batches, last)
+    states = buffers.any_states(num_tokens, is_decode=kind == "decode")
+    step = StepMetadata(buffers.slots[:, :num_tokens], batches, last, states)
     with torch.inference_mode():
         launch(buffers, step, num_kept)
         graph = torch.cuda.CUDAGraph()

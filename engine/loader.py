@@ -24,7 +24,13 @@ from transformers import (
 
 from tieredkv.config import Dtype, Fingerprint, Settings
 from tieredkv.engine import fused_gemma
-from tieredkv.engine.attention import ATTENTION_NAME, AttentionLayer, own_layers
+from tieredkv.engine.attention import (
+    ATTENTION_NAME,
+    AttentionLayer,
+    ModelLayer,
+    attention_layers,
+    own_layers,
+)
 from tieredkv.engine.byte_tokenizer import BYTE_VOCAB_SIZE, stop_token_ids
 from tieredkv.engine.checkpoint import (
     TINY_NAME,
@@ -52,18 +58,23 @@ from tieredkv.engine.fused_latent import fuse_latents
 from tieredkv.engine.fused_norms import fuse_norms
 from tieredkv.engine.latent import keep_latents
 from tieredkv.engine.quantized import check_quantization_files, find_quantization
+from tieredkv.engine.recurrent import keep_states
 from tieredkv.engine.rope import fixed_rope, scaled_rope, why_unscalable
 from tieredkv.engine.suitability import Reasons, check_config, check_reasons, probe_attention
 from tieredkv.engine.text_model import text_config
 from tieredkv.engine.tiny import init_tiny_weights
 from tieredkv.engine.weights import check_weights, find_weight_files, load_weights
 from tieredkv.errors import ConfigError
-from tieredkv.types import DTYPE_BYTES, KVSpec, LayerKV, Progress, ignore_progress
+from tieredkv.kernels import delta_chunks
+from tieredkv.types import DTYPE_BYTES, KVSpec, LayerKV, Progress, StateShape, ignore_progress
 
 logger = logging.getLogger(__name__)
 
 RANDOM_SEED = 0
 RANDOM_STD = 0.02
+
+_LOG_DECAYS = -7.0, -3.0
+"""Range of the logarithms of decays: a state loses about 0.1 to 4 % with each token."""
 
 _AUTO_MODEL: Any = AutoModelForCausalLM  # untyped in transformers
 
@@ -76,7 +87,7 @@ class FoundModel:
         name: the name that the user gave.
         config: that of the text model, which says nothing of quantization.
         whole_config: the config as transformers read it.
-        layers: its attention layers.
+        layers: what its layers keep of the tokens before, in their order.
         dtype: dtype of the weights and of keys and values: `float32`, `bfloat16` or `float16`.
         device: the device on which its weights lie or will lie.
         max_model_len: tokens of its longest context.
@@ -88,7 +99,7 @@ class FoundModel:
     name: str
     config: PreTrainedConfig
     whole_config: PreTrainedConfig
-    layers: Sequence[AttentionLayer]
+    layers: Sequence[ModelLayer]
     dtype: str
     device: torch.device
     max_model_len: int
@@ -108,21 +119,26 @@ class FoundModel:
             return torch.cuda.get_device_name(self.device)
         return f"{self.device.type}, {os.cpu_count()} processors"
 
+    @property
+    def attention(self) -> list[AttentionLayer]:
+        """The layers that have attention."""
+        return [*attention_layers(self.layers).values()]
+
     def kv_spec(self, block_size: int | None) -> KVSpec:
         """Return how this model's keys and values lie in blocks of `block_size` tokens.
 
         By default a block has 16 tokens, or 64 if some layers have a window and others do not, or
-        if layers have latent attention.
+        if layers have latent attention or are recurrent.
 
         NOTE: pages of these models are small, so that the work for each page outweighs its bytes.
         With blocks of 64 tokens instead of 16, 32k tokens of gpt-oss-20b come from disk in 565 ms
         instead of 817, and from host memory in 41 instead of 50; those of GLM-4.7-Flash come from
         host memory in 75 ms instead of 90 (H200, medians of three).
         """
-        layers = kv_layers(self.layers)
+        layers, states = kv_layers(self.layers), state_layers(self.layers)
         is_small = any(layer.window is not None or layer.values_in_keys for layer in layers)
-        size = 64 if is_small else 16
-        return KVSpec(layers=layers, dtype=self.dtype, block_size=block_size or size)
+        size = block_size or (64 if is_small or states else 16)
+        return KVSpec(layers=layers, dtype=self.dtype, block_size=size, states=states)
 
     @property
     def _identity(self) -> dict[str, Any]:
@@ -188,6 +204,7 @@ class FoundModel:
             ends = _eos_token_ids(self.config, self.whole_config, self.generation, tokenizer)
         model.eval().requires_grad_(False)
         keep_latents(model)
+        keep_states(model)
         fuse_latents(model, self.config)
         fuse_experts(model, self.config)
         fuse_norms(model, self.config)
@@ -260,7 +277,9 @@ def _fuse(model: PreTrainedModel, config: PreTrainedConfig) -> FusedModel | Fuse
     return fused
 
 
-def _described(layer: AttentionLayer) -> str:
+def _described(layer: ModelLayer) -> str:
+    if isinstance(layer, StateShape):
+        return f"{layer.num_heads} states of {layer.key_dim} x {layer.value_dim}"
     if latent := layer.latent:
         return f"{layer.num_heads} heads over latents of {latent.rank} + {latent.rope_dim}"
     window = "" if layer.window is None else f" in a window of {layer.window}"
@@ -311,7 +330,9 @@ def find_model(
     rope = copy.deepcopy(getattr(config, "rope_parameters", None))
     check_config(name, config, context_len)
     layers = probe_attention(name, config, context_len)
-    check_reasons(name, _page_reasons(kv_layers(layers)))
+    check_reasons(name, _page_reasons(kv_layers(layers), state_layers(layers)))
+    if state_layers(layers) and target.type == "cuda" and (why := delta_chunks.why_missing()):
+        raise refused(name, why)
     number_type = _resolve_dtype(dtype, whole, config, target)
     if folder is not None:
         folder = find_folder(name, ["*.safetensors"])
@@ -351,7 +372,12 @@ def model_of(settings: Settings) -> FoundModel:
     )
 
 
-def kv_layers(layers: Sequence[AttentionLayer]) -> list[LayerKV]:
+def state_layers(layers: Sequence[ModelLayer]) -> list[StateShape]:
+    """Return the layers that are recurrent."""
+    return [layer for layer in layers if isinstance(layer, StateShape)]
+
+
+def kv_layers(layers: Sequence[ModelLayer]) -> list[LayerKV]:
     """Return the layers that have keys and values of their own, as pages hold them.
 
     NOTE: where every layer has a window, what they hide is kept as well.
@@ -361,8 +387,13 @@ def kv_layers(layers: Sequence[AttentionLayer]) -> list[LayerKV]:
     return [layer._replace(window=None) for layer in own] if is_prefix else own
 
 
-def _page_reasons(layers: Sequence[LayerKV]) -> Reasons:
-    """Say which layer with a window does not fit into a page of the layers that attend to all."""
+def _page_reasons(layers: Sequence[LayerKV], states: Sequence[StateShape]) -> Reasons:
+    """Say why pages cannot hold what the layers keep."""
+    what = "its recurrent layers are not all of one shape, which is not supported"
+    yield len({*states}) > 1, what
+    has_windows = any(layer.window is not None for layer in layers)
+    what = "it has recurrent layers beside layers with a window, which is not supported"
+    yield states and has_windows, what
     most = KVSpec(layers=layers, dtype="float32", block_size=1).token_elements
     for layer in layers:
         what = f"a layer with a window of {layer.window} has {layer.num_elements} keys and values"
@@ -416,12 +447,15 @@ def _draw_weights(found: FoundModel) -> Any:
 def _draw_gaussians(model: PreTrainedModel) -> None:
     """Fill every matrix with small Gaussians and every norm with ones, in place.
 
-    Sinks are drawn with a deviation of 1, so that those of two heads are not taken for one another.
+    Sinks are drawn with a deviation of 1, so that those of two heads are not taken for one another,
+    and decays of recurrent states so that they remember.
     """
     generator = torch.Generator(model.device).manual_seed(RANDOM_SEED)
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             parameter.normal_(generator=generator)
+        elif name.endswith("A_log"):
+            parameter.uniform_(*_LOG_DECAYS, generator=generator)
         elif parameter.ndim == 1:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         else:

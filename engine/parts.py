@@ -111,6 +111,11 @@ def build_parts(
         TIER.check(settings)
     found = model_of(settings)
     device, spec = found.device, found.kv_spec(settings.block_size)
+    if spec.states and not spec.page_pieces:
+        raise _small_pages(spec)
+    if spec.states:
+        told = spec.state_pages, format_bytes(spec.state_pages * spec.block_bytes)
+        logger.info("a recurrent state takes %d pages of a block, %s", *told)
     if (unused := spec.unused_share) > 0:
         what = "layers with windows take %d further pages a block; %.0f %% of all pages are empty"
         logger.info(what, len(spec.page_kinds) - 1, 100 * unused)
@@ -176,6 +181,15 @@ def build_parts(
         scheduler=scheduler,
         rate_file=rate_file,
     )
+
+
+def _small_pages(spec: KVSpec) -> ConfigError:
+    """Return the error of blocks in whose pages not even one head's state fits."""
+    piece_bytes = 4 * spec.states[0].piece_elements
+    least = 1 << (-(-piece_bytes // spec.token_bytes) - 1).bit_length()
+    what = f"a page of a block of {spec.block_size} tokens, {format_bytes(spec.block_bytes)}"
+    rest = f"cannot hold the recurrent state of one head, {format_bytes(piece_bytes)}"
+    return ConfigError(f"{what}, {rest}; set `block_size` to {least}")
 
 
 def known_model(settings: Settings, model: LoadedModel, spec: KVSpec) -> KnownModel:
@@ -257,19 +271,34 @@ def share_blocks(spec: KVSpec, num_blocks: int) -> tuple[int, int]:
     """
     if not (num_kinds := len(tail_kinds(spec))):
         return sys.maxsize, num_blocks
+    if spec.states:
+        num_held = 2 * spec.state_pages  # the state itself, and the one that it goes on from
+        _check_room(spec, num_blocks, num_held, "a request's recurrent state and a copy of it")
+        return sys.maxsize, num_blocks - num_held
     most_chunk = max(1, int(num_blocks * CHUNK_SHARE) // num_kinds)
     num_held = _num_held(spec, most_chunk)
+    _check_room(spec, num_blocks, num_held, "a request's pages of layers with windows")
+    return most_chunk * spec.block_size, num_blocks - num_held
+
+
+def _check_room(spec: KVSpec, num_blocks: int, num_held: int, what: str) -> None:
+    """Refuse a VRAM in which one request would have no room for a block beside its pages.
+
+    Raises:
+        ConfigError: says what they take, and how much there is.
+    """
     if num_blocks <= num_held:
         least, has = (num_held + 1) * spec.block_bytes, num_blocks * spec.block_bytes
-        what = f"a request's pages of layers with windows take {format_bytes(least)} of VRAM"
-        raise ConfigError(f"{what}, and there are {format_bytes(has)}; raise `device_size`")
-    return most_chunk * spec.block_size, num_blocks - num_held
+        takes = f"{what} take {format_bytes(least)} of VRAM"
+        raise ConfigError(f"{takes}, and there are {format_bytes(has)}; raise `device_size`")
 
 
 def vram_for(spec: KVSpec, num_tokens: int, most_chunk: int, num_requests: int = 1) -> int:
     """Return bytes of VRAM with room for so many tokens of requests, and steps of `most_chunk`."""
     num_blocks = -(-num_tokens // spec.block_size)
-    if num_kinds := len(tail_kinds(spec)):
+    if spec.states:
+        num_blocks += 2 * num_requests * spec.state_pages
+    elif num_kinds := len(tail_kinds(spec)):
         chunk = -(-most_chunk // spec.block_size)
         for_tokens = (num_blocks + num_requests * _num_held(spec, 0)) / (1 - CHUNK_SHARE)
         num_blocks = math.ceil(max(for_tokens, chunk * num_kinds / CHUNK_SHARE))

@@ -5,6 +5,7 @@ loads kernels, checks models that nobody tested, and has graphs captured. `time_
 long steps take, for the first plans; what is learnt later is in `step_timer`.
 """
 
+import logging
 import time
 from functools import partial
 
@@ -19,12 +20,20 @@ from tieredkv.engine.step_buffers import BatchRow, idle_row
 from tieredkv.engine.step_timer import StepTimer
 from tieredkv.engine.suitability import TESTED_MODEL_TYPES
 from tieredkv.errors import ConfigError, ModelError
-from tieredkv.kernels import prefill_dense
+from tieredkv.kernels import delta_chunks, prefill_dense
 from tieredkv.kernels.partition import Batch
 from tieredkv.types import KVSpec, Progress, ignore_progress, tracked
 
+logger = logging.getLogger(__name__)
+
 _MAX_PAGING_ERROR = 0.1
 """Of the logits' spread: far above what rounding does in bfloat16, far below a wrong context."""
+
+_MAX_CUT_ERROR = 1e-5
+"""Of the spread of outputs and states. On an H200, rows that are cut differ in no bit."""
+
+_MAX_STATE_ERROR = 0.1
+"""Of the same. Rounding to bfloat16 takes up to about 0.03, and a wrong state is off by 1."""
 
 _CHECKED_LAYERS = 8
 """The first layers are checked. Behind all layers of a mixture of experts, rounding has changed so
@@ -70,10 +79,11 @@ def count_fitting_blocks(
 def measure_peak_bytes(loaded: LoadedModel, kv_spec: KVSpec, limits: StepLimits) -> int:
     """Measure the device memory that the largest steps take beside weights and pool.
 
-    Two steps are run over a pool of one block: many requests with logits each, and one chunk at
-    the end of the longest context.
+    Two steps are run over a pool of one block, or of one recurrent state: many requests with
+    logits each, and one chunk at the end of the longest context.
     """
-    runner = ModelRunner(loaded, make_kv_pool(kv_spec, 1, loaded.device), kv_spec, limits)
+    pool = make_kv_pool(kv_spec, max(1, kv_spec.state_pages), loaded.device)
+    runner = ModelRunner(loaded, pool, kv_spec, limits)
     max_num_seqs, most_tokens, context_len = limits
     num_rows = min(max_num_seqs, most_tokens)
     share, chunk = min(most_tokens // num_rows, context_len), min(most_tokens, context_len)
@@ -95,6 +105,8 @@ def warm_up(runner: ModelRunner, progress: Progress = ignore_progress) -> None:
         ModelError: the model's type is not among the tested ones and fails `check_paging`.
     """
     loaded, (max_num_seqs, most_tokens, context_len) = runner.loaded, runner.limits
+    if runner.buffers.is_recurrent and loaded.device.type == "cuda":
+        check_states(loaded)
     if loaded.config.model_type not in TESTED_MODEL_TYPES:
         check_paging(loaded, loaded.kv_spec(runner.buffers.tables.block_size))
     chunk = min(most_tokens, context_len)
@@ -142,7 +154,8 @@ def load_kernels(runner: ModelRunner, progress: Progress) -> None:
             num_kept = 1 + index % max_num_seqs
             buffers.fill_padding(size, num_kept)
             nothing = [Batch(buffers.tables.tensor[0], ())] * len(buffers.kinds)
-            step = StepMetadata(buffers.slots[:, :size], nothing)
+            states = buffers.any_states(0, is_decode=True)
+            step = StepMetadata(buffers.slots[:, :size], nothing, states=states)
             runner.launch(short, buffers, step, num_kept)
 
 
@@ -212,11 +225,29 @@ def check_paging(loaded: LoadedModel, kv_spec: KVSpec) -> None:
         )
 
 
+def check_states(loaded: LoadedModel) -> None:
+    """Check that this device computes recurrent states as the reference does, whole and cut.
+
+    Raises:
+        ModelError: it does not.
+    """
+    errors = delta_chunks.measure_errors(loaded.device, getattr(torch, loaded.dtype))
+    logger.info("recurrent states differ by %g if cut, by %g from the reference", *errors)
+    if not (errors.cut <= _MAX_CUT_ERROR and errors.reference <= _MAX_STATE_ERROR):
+        raise ModelError(
+            f"model `{loaded.name}` cannot be served: on this device, the kernels of its recurrent "
+            f"layers are off by {errors.reference:g}, and by {errors.cut:g} where a prompt is cut"
+        )
+
+
 def _paging_error(loaded: LoadedModel, kv_spec: KVSpec) -> float:
     """Return by how much the logits of a prompt in pieces differ, as a share of their spread."""
     num_tokens, num_blocks = 24, -(-24 // kv_spec.block_size)
-    num_kinds = len(kv_spec.page_kinds)
-    pool = make_kv_pool(kv_spec, 2 * num_kinds * num_blocks, loaded.device).zero_()
+    num_kinds, num_state = len(kv_spec.page_kinds), kv_spec.state_pages
+    num_tables = 2 * num_kinds * num_blocks
+    pool = make_kv_pool(kv_spec, num_tables + 2 * num_state, loaded.device).zero_()
+    state = range(num_tables, num_tables + num_state)
+    other_state = range(state.stop, state.stop + num_state)
     limits = StepLimits(
         max_num_seqs=2, max_num_batched_tokens=num_tokens, max_context_len=num_tokens
     )
@@ -225,14 +256,21 @@ def _paging_error(loaded: LoadedModel, kv_spec: KVSpec) -> float:
     ids, other = draw.integers(0, loaded.vocab_size, (2, num_tokens)).tolist()
     pages = [list(range(i * num_blocks, (i + 1) * num_blocks)) for i in range(2 * num_kinds)]
     (table, *tails), (beside, *beside_tails) = pages[:num_kinds], pages[num_kinds:]
-    alone = BatchRow(ids, 0, table, tail_tables=tails, all_logits=True)
+    alone = BatchRow(ids, 0, table, tail_tables=tails, all_logits=True, state_pages=state)
     whole = runner.execute([alone]).logits
     pool.zero_()
     parts = [
         runner.execute(
             [
-                BatchRow(other[start:end], start, beside, beside_tails, needs_logits=False),
-                BatchRow(ids[start:end], start, table, tails, all_logits=True),
+                BatchRow(
+                    other[start:end],
+                    start,
+                    beside,
+                    beside_tails,
+                    needs_logits=False,
+                    state_pages=other_state,
+                ),
+                BatchRow(ids[start:end], start, table, tails, all_logits=True, state_pages=state),
             ]
         ).logits
         for start, end in ((0, 11), (11, 12), (12, num_tokens))

@@ -14,6 +14,7 @@ from tieredkv.engine.attention import CONTEXT_ARGUMENT, AttentionContext, StepMe
 from tieredkv.engine.graphs import MIXED_SIZES, Graphs, find_graph, mixed_size
 from tieredkv.engine.loader import LoadedModel
 from tieredkv.engine.step_buffers import BatchRow, BlockTables, Layout, StepBuffers, StepOutput
+from tieredkv.kernels import states
 from tieredkv.types import KVSpec
 
 SIZES_PER_OCTAVE = 128
@@ -70,7 +71,10 @@ class ModelRunner:
         context = self._context = AttentionContext(kv_pool, kv_spec, loaded.layers)
         max_num_seqs, max_num_batched_tokens, max_context_len = limits
         sizes = max_num_seqs, max_context_len, kv_spec.block_size
-        tables = BlockTables(*sizes, loaded.device, len(kv_spec.page_kinds))
+        tables = BlockTables(
+            *sizes, loaded.device, len(kv_spec.page_kinds), num_state_pages=kv_spec.state_pages
+        )
+        self._pages = kv_pool.view(torch.uint8)
         max_tokens = launched_size(max_num_batched_tokens + max_num_seqs)
         self.buffers = StepBuffers(
             context.kinds, tables, max_tokens=max_tokens, vocab_size=loaded.vocab_size
@@ -95,6 +99,9 @@ class ModelRunner:
             self._context.hold_late_layers(late_event)
         buffers = self.buffers
         layout = Layout(rows, buffers.kinds, self.limits.max_num_seqs)
+        if copies := [pair for row in rows for pair in row.copies]:
+            pages = torch.tensor(copies, dtype=torch.int32).to(self._pages.device)
+            states.copy_pages(self._pages, *pages.T.contiguous())
         changes = buffers.tables.update(rows)
         graph = find_graph(self.graphs, layout)
         if graph is not None:
@@ -104,7 +111,9 @@ class ModelRunner:
             # Kernels of those sizes were loaded when the graphs were captured; see `load_kernels`.
             num_tokens = mixed_size(num_tokens) or num_tokens
         buffers.fill(rows, layout, changes, num_tokens=num_tokens, num_kept=num_kept)
-        step = StepMetadata(buffers.slots[:, :num_tokens], *buffers.batches(layout))
+        step = StepMetadata(
+            buffers.slots[:, :num_tokens], *buffers.batches(layout), states=buffers.states(layout)
+        )
         return self.launch(self.loaded, buffers, step, num_kept)
 
     def launch(

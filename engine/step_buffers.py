@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tieredkv.engine.attention import AttentionKind
+from tieredkv.engine.attention import AttentionKind, StepStates
 from tieredkv.kernels import launch, partition, small_copies
 from tieredkv.kernels.partition import Batch, Span
+from tieredkv.kernels.state_layout import StateRows, StateSpan
 from tieredkv.steps import pairs
 
 
@@ -38,6 +39,10 @@ class BatchRow:
         all_logits: give logits of every token.
         request_index: place of the request among those that run, below `max_num_seqs`; None takes
             the row's index in the batch.
+        state_pages: ids of the pages in which the request has its recurrent state, which the row
+            changes; without them it is that of the first pages of the pool.
+        copies: ids of pages that are copied before the step, from and to; a negative one stands for
+            a page of zeros.
         table_key: who the block table belongs to. While the key of a request index stays the same,
             cells that a row has covered change no more. With None, every cell may have changed.
     """
@@ -51,6 +56,8 @@ class BatchRow:
     all_logits: bool = False
     request_index: int | None = None
     table_key: int | None = None
+    state_pages: Sequence[int] = ()
+    copies: Sequence[tuple[int, int]] = ()
 
     @property
     def context_len(self) -> int:
@@ -92,6 +99,7 @@ class BlockTables:
 
     Attributes:
         tensor: [num_page_kinds, num_requests + 2, max_blocks] int32 on the device.
+        states: [num_requests, num_state_pages] int32 on the device, where recurrent states are.
         fresh_row: see `copy_fresh`.
         copied: the device has read what was pinned for the last step, the tables' own changes and
             the step's buffers; None off CUDA.
@@ -104,6 +112,7 @@ class BlockTables:
         block_size: int,
         device: torch.device,
         num_page_kinds: int = 1,
+        num_state_pages: int = 0,
     ) -> None:
         self.num_requests, self.block_size = num_requests, block_size
         self.max_blocks = max_blocks = -(-max_context_len // block_size)
@@ -115,6 +124,8 @@ class BlockTables:
         # Two more rows: the first cell of one takes the writes of a step's padding, and the other
         # one is read by captured steps that know where their only request's table lies.
         self.tensor = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.states = torch.arange(num_state_pages, dtype=torch.int32, device=device)
+        self.states = self.states.repeat(num_requests, 1)
         self.spare_cell, self.fresh_row = num_requests * max_blocks, num_requests + 1
         self.copied = torch.cuda.Event() if device.type == "cuda" else None
 
@@ -138,6 +149,9 @@ class BlockTables:
             if row.table_key is not None and self._keys[owner] == row.table_key:
                 # Between two rows of a request may lie blocks that were loaded, not computed.
                 first = min(row.start // block_size, self._num_known[owner])
+            elif row.state_pages:
+                pages = torch.tensor(row.state_pages, dtype=torch.int32)
+                self.states[owner].copy_(pages, non_blocking=True)
             self._keys[owner], self._num_known[owner] = row.table_key, end
             for kind, table in enumerate((row.block_table, *row.tail_tables)):
                 assert len(table) >= end, f"{len(table)} blocks for {row.context_len} tokens"
@@ -199,6 +213,7 @@ class StepBuffers:
         max_rows = self._spare_index = tables.num_requests
         parts = dict.fromkeys(("sources", "kept", "targets"), (torch.int64, max_tokens))
         num_page_kinds = len(tables.tensor)
+        parts["state_rows"] = torch.int32, max_rows * len(StateSpan._fields)
         parts["cells"] = torch.int64, max_rows * num_page_kinds
         parts |= dict.fromkeys(("token_ids", "positions"), (torch.int32, max_tokens))
         parts["slots"] = torch.int32, max_tokens * num_page_kinds
@@ -228,6 +243,7 @@ class StepBuffers:
         self.sources = device["sources"]
         self.kept, self.targets = device["kept"], device["targets"]
         self.cells, self.block_ids = device["cells"], device["block_ids"]
+        self._state_rows = device["state_rows"].view(max_rows, len(StateSpan._fields))
         self.plans = [
             Plans(*(device[f"{name} {index}"] for name in Plans._fields))
             for index in range(len(kinds))
@@ -277,6 +293,9 @@ class StepBuffers:
         arrays["cells"][: len(cells)] = cells
         arrays["cells"][len(cells) :] = self.tables.spare_cell
         arrays["block_ids"][: len(cells)] = block_ids
+        num_ints = len(rows) * len(StateSpan._fields)
+        arrays["state_rows"][:num_ints] = [it for span in layout.state_spans for it in span]
+        arrays["state_rows"][num_ints:] = 0
         if self.tables.copied is not None:
             for index, (heads, window, _) in enumerate(self.kinds):
                 shares = layout.shares[index]
@@ -289,6 +308,30 @@ class StepBuffers:
         small_copies.copy(self._host, self._device)
         if self.tables.copied is not None:
             self.tables.copied.record()
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether steps change recurrent states."""
+        return self.tables.states.numel() > 0
+
+    def states(self, layout: "Layout") -> StepStates | None:
+        """Return whose recurrent states a step changes that was written, if the model has any."""
+        spans = layout.state_spans
+        longest = max((span.num_tokens for span in spans), default=0)
+        return self._states_of(StateRows(spans, self._state_rows[: len(spans)], longest))
+
+    def any_states(self, num_tokens: int, *, is_decode: bool) -> StepStates | None:
+        """Do as `states` does for whatever is written before a step is replayed.
+
+        Args:
+            num_tokens: of the step, at most.
+            is_decode: whether no row has more than one token.
+        """
+        rows = self._state_rows[: min(num_tokens, len(self._state_rows))]
+        return self._states_of(StateRows((), rows, 1 if is_decode else num_tokens))
+
+    def _states_of(self, rows: StateRows) -> StepStates | None:
+        return StepStates(self.tables.states, rows) if self.is_recurrent else None
 
     def batches(self, layout: "Layout") -> tuple[list[Batch], list[Batch] | None]:
         """Return what attention needs for a step that was written, for each kind of layer.
@@ -394,6 +437,11 @@ class Layout:
     def num_pairs(self) -> float:
         """About how many pairs there are of a token and a token that it attends to."""
         return sum(pairs(n - length, n) for _, _, length, n in self.spans)
+
+    @property
+    def state_spans(self) -> list[StateSpan]:
+        """The tokens that change each request's recurrent state."""
+        return [StateSpan(row, first, length) for row, first, length, _ in self.spans]
 
     @property
     def has_products(self) -> bool:

@@ -91,10 +91,10 @@ class StepPlan:
         return self._add_row(request, start, end, write_from)
 
     def _add_with_tail(self, request: Request, tail: Tail, budget: int) -> int:
-        """Do as `add` does for a model that has layers with windows.
+        """Do as `add` does for a model that has layers with windows, or recurrent ones.
 
-        No token can be left out for which its neighbours' windows are computed. Where blocks are
-        ready, only the pages of these layers are written.
+        No token can be left out for which its neighbours' windows or states are computed. Where
+        blocks are ready, only the pages of these layers are written.
         """
         chain, size, start = request.chain, self._block_size, request.num_computed_tokens
         first = self._cache.next_start(chain, start // size)
@@ -105,6 +105,7 @@ class StepPlan:
         end = self._end_within(request, start, budget)
         if (most := self._cache.compute_end(chain, first)) is not None:
             end = min(end, most * size)
+        end = tail.step_end(start, end, size, is_last=end == request.num_tokens)
         write_from, blocks = start, chain.blocks[: len(chain.hashes)]
         is_ready = [block.is_ready for block in blocks[first : -(-end // size)]]
         if end > start and is_ready[:1] == [True]:
@@ -130,16 +131,20 @@ class StepPlan:
             first, last = start // self._block_size, self._last_block(chain, end)
             self._claimed.update(block.block_id for block in chain.blocks[first:last])
             self._cache.begin_compute(chain, first, last)
+        tail = chain.tail
+        state, copies = self._cache.take_state(chain)
         row = BatchRow(
             token_ids=request.token_ids[start:end],
             start=start,
             block_table=chain.block_ids,
-            tail_tables=chain.tail.tables if chain.tail is not None else (),
+            tail_tables=tail.tables if tail is not None else (),
             write_from=write_from,
             needs_logits=end == request.num_tokens,
             all_logits=request.num_unscored_tokens > 0,
             request_index=request.request_index,
             table_key=request.table_key,
+            state_pages=state,
+            copies=copies,
         )
         self.rows.append(ScheduledRow(request, row))
         return end - start

@@ -20,11 +20,15 @@ from tieredkv.engine.attention import (
     CONTEXT_ARGUMENT,
     AttentionCall,
     AttentionLayer,
+    ModelLayer,
+    StateCall,
 )
 from tieredkv.engine.checkpoint import refused
 from tieredkv.engine.latent import keep_latents
+from tieredkv.engine.recurrent import keep_states
 from tieredkv.engine.rope import SERVED_ROPES, rope_scales, rope_types
 from tieredkv.errors import ModelError
+from tieredkv.kernels.states import MAX_CONV_WIDTH
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +36,8 @@ TESTED_MODEL_TYPES = frozenset(
     {
         *("cohere2", "deepseek_v2", "exaone4", "gemma3_text", "gemma4_text"),
         *("gemma4_unified_text", "glm4_moe", "glm4_moe_lite", "gpt_oss", "laguna", "llama"),
-        *("mellum", "mistral", "mistral4", "olmo3", "qwen2", "qwen3", "qwen3_moe"),
+        *("mellum", "mistral", "mistral4", "olmo3", "olmo_hybrid", "qwen2", "qwen3"),
+        *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next"),
     }
 )
 """Types that answer as transformers generates (`tests/engine/test_family_answers.py`)."""
@@ -67,6 +72,9 @@ _SAME_IN_ALL_LAYERS = frozenset(
 
 _PARTIAL_LAYERS = frozenset({"sliding_attention", "chunked_attention"})
 """The layer types that attend to part of a long context only."""
+
+_RECURRENT_TYPES = frozenset({"olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"})
+"""The types whose `linear_attention` layers are those of `recurrent`."""
 
 
 Reasons = Iterator[tuple[object, str]]
@@ -130,6 +138,8 @@ def _config_reasons(config: PreTrainedConfig, kind: str, context_len: int) -> Re
     what = f"config.json does not tell the types of its layers (`layer_types`), as `{kind}` must"
     yield hasattr(config, "layer_types") and told("layer_types") is None, what
     kinds = set(told("layer_types") or ()) - {"full_attention"}
+    if config.model_type in _RECURRENT_TYPES:
+        kinds -= {"linear_attention"}
     for kind_of_layer in sorted(kinds - _PARTIAL_LAYERS):
         yield True, f"it has `{kind_of_layer}` layers, and only full attention is paged"
     size = told("sliding_window")
@@ -162,10 +172,8 @@ def _is_wide(size: object, context_len: int) -> bool:
     return isinstance(size, int) and size >= context_len
 
 
-def probe_attention(
-    name: str, config: PreTrainedConfig, context_len: int
-) -> Sequence[AttentionLayer]:
-    """Run the model once without weights and return its attention layers.
+def probe_attention(name: str, config: PreTrainedConfig, context_len: int) -> Sequence[ModelLayer]:
+    """Run the model once without weights and return what its layers are.
 
     Args:
         name: the model's name.
@@ -176,13 +184,14 @@ def probe_attention(
         ModelError: it does not go through the attention interface in every layer, or asks for
             something other than causal attention.
     """
-    calls: list[AttentionCall] = []
+    calls: list[AttentionCall | StateCall] = []
     auto: Any = AutoModelForCausalLM  # untyped in transformers
     try:
         with torch.device("meta"), torch.inference_mode():
             ours = copy.deepcopy(config)  # because building a model changes its config
             model = auto.from_config(ours, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
             keep_latents(model)
+            keep_states(model)
             tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int32)
             last = torch.zeros(1, dtype=torch.int64)
             options = {"use_cache": False, "logits_to_keep": last, CONTEXT_ARGUMENT: calls}
@@ -195,11 +204,15 @@ def probe_attention(
         tested = ", ".join(sorted(TESTED_MODEL_TYPES))
         fits = "model `%s` can be served, but the type `%s` is not tested; tested types are %s"
         logger.warning(fits, name, config.model_type, tested)
-    return [_layer(call, calls, context_len) for call in calls]
+    attending = [call for call in calls if isinstance(call, AttentionCall)]
+    return [
+        call.shape if isinstance(call, StateCall) else _layer(call, attending, context_len)
+        for call in calls
+    ]
 
 
 def _layer(call: AttentionCall, calls: Sequence[AttentionCall], context_len: int) -> AttentionLayer:
-    """Return what a layer is, by its call and those before it."""
+    """Return what a layer with attention is, by its call and those before it."""
     _, num_heads, _, head_dim = call.query_shape
     source = next(other.layer for other in calls if other.key is call.key)
     if latent := call.latent:
@@ -221,7 +234,10 @@ def _told_window(config: PreTrainedConfig, layer: int) -> object:
 
 
 def _probe_reasons(
-    config: PreTrainedConfig, context_len: int, calls: list[AttentionCall], logits: tuple[int, ...]
+    config: PreTrainedConfig,
+    context_len: int,
+    calls: Sequence[AttentionCall | StateCall],
+    logits: tuple[int, ...],
 ) -> Reasons:
     kind = config.model_type
     yield not calls, f"`{kind}` does not use transformers' attention interface"
@@ -230,7 +246,12 @@ def _probe_reasons(
     yield layers != list(range(len(calls))), what
     what = f"{len(calls)} of its {num_layers} layers have attention, and all of them must"
     yield len(calls) != num_layers, what
+    what = "it has recurrent layers and none with attention, and only hybrids of both are supported"
+    yield all(isinstance(call, StateCall) for call in calls), what
     for call in calls:
+        if isinstance(call, StateCall):
+            yield from _state_reasons(call)
+            continue
         _, num_heads, _, head_dim = call.query_shape
         num_kv_heads, layer = call.key_shape[1], f"layer {call.layer}"
         sizes = [(heads, head_dim) for heads in (num_heads, num_kv_heads, num_kv_heads)]
@@ -253,3 +274,14 @@ def _probe_reasons(
         yield _is_window(expected) and window != expected, what
     what = f"`{kind}` cannot compute the logits of chosen tokens only"
     yield logits != (1, 1, config.vocab_size), what
+
+
+def _state_reasons(call: StateCall) -> Reasons:
+    shape, layer = call.shape, f"the recurrent layer {call.layer}"
+    what = f"{layer} has heads {shape[:4]}, which do not fit each other"
+    yield min(shape[:4]) < 1 or shape.num_heads % shape.num_key_heads, what
+    width = shape.conv_width
+    what = f"{layer} has a convolution over {width} tokens, and from 2 to {MAX_CONV_WIDTH} can be"
+    yield not 2 <= width <= MAX_CONV_WIDTH, what
+    what = f"{layer} has the activation `{call.activation}`, and only `silu` is supported there"
+    yield call.activation not in ("silu", "swish"), what

@@ -140,8 +140,8 @@ class Settings:
     block_size: int | None = _cache(
         None,
         "Tokens per block, a power of two from 16 to 256. Prefixes are shared in whole blocks. By "
-        "default 16, or 64 for a model with latent attention, or with a sliding window in some of "
-        "its layers.",
+        "default 16, or 64 for a model with latent attention or recurrent layers, or with a "
+        "sliding window in some layers.",
     )
     device_size: Bytes | None = _cache(
         None,

@@ -12,6 +12,7 @@ collision-resistant.
 """
 
 import hashlib
+import re
 import struct
 import sys
 from array import array
@@ -30,6 +31,8 @@ LAYOUT = "block-contiguous/1"
 """How `KVSpec` lays keys and values out in a block."""
 
 MAX_SALT_CHARS = 128
+
+_STATE = re.compile(rf"{re.escape(LAYOUT)} states ([1-9]\d{{0,5}}) grid \d+")
 
 _TAG_PAGE = struct.pack("<BI", 0x40, 8)
 _TAG_PARENT = 0x20
@@ -180,12 +183,19 @@ class PageNames:
 
 def layout_of(kv: KVSpec) -> str:
     """Return how keys and values lie in pages, as far as the model itself does not decide it."""
+    if kv.states:
+        return f"{LAYOUT} states {kv.state_pages} grid {kv.grid_blocks}"
     windows = [kind.window for kind in kv.page_kinds[1:]]
     return f"{LAYOUT} windows {windows}" if windows else LAYOUT
 
 
 def windows_of(layout: str) -> list[int]:
-    """Return the windows of the further pages of a block; none of a layout that is not known."""
+    """Return the windows of the further pages of a block; none of a layout that is not known.
+
+    Of a recurrent state the last block before it is needed, as of a window of one token.
+    """
+    if found := _STATE.fullmatch(layout):
+        return [1] * int(found[1])
     _, _, windows = layout.partition(f"{LAYOUT} windows ")
     try:
         return msgspec.json.decode(windows, type=list[int]) if windows else []

@@ -24,14 +24,25 @@ def run_paged(loaded: LoadedModel, ids: list[int], spec: KVSpec | None = None) -
     """
     spec, num_blocks = spec or loaded.kv_spec(BLOCK_SIZE), -(-len(ids) // BLOCK_SIZE)
     _, *tails = spec.page_kinds
-    num_pages = (1 + len(tails)) * num_blocks + 2
+    num_table_pages = (1 + len(tails)) * num_blocks
+    num_pages = num_table_pages + spec.state_pages + 2
     pool = make_kv_pool(spec, num_pages, loaded.device).fill_(float("nan"))
     pages = random.Random(1).sample(range(1, num_pages), num_pages - 2)
     tables = [pages[i * num_blocks :][:num_blocks] for i in range(1 + len(tails))]
+    state = pages[num_table_pages:]
+    copies = [(-1, page) for page in state]
     runner, parts, start = ModelRunner(loaded, pool, spec, limits_of(loaded)), [], 0
     for chunk in (50, 1, 1, len(ids) - 52):
         tokens = ids[start : start + chunk]
-        row = BatchRow(tokens, start, tables[0], tail_tables=tables[1:], all_logits=True)
+        row = BatchRow(
+            tokens,
+            start,
+            tables[0],
+            tail_tables=tables[1:],
+            all_logits=True,
+            state_pages=state,
+            copies=() if start else copies,
+        )
         parts.append(runner.execute([row]).logits)
         start += chunk
         for kind, table in zip(tails, tables[1:], strict=True):

@@ -86,6 +86,16 @@ GLM4_MOE = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.8,
 }
+DELTA = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 16,
+}
+DELTA_EXPERTS = FEW_EXPERTS | {"shared_expert_intermediate_size": 32, "norm_topk_prob": True}
 PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 SHORT_ROPE = {
     "rope_type": "yarn",
@@ -210,6 +220,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo3": ("olmo3", {"sliding_window": 17, "layer_types": MIXED}),
     "olmo3 in a wide window": ("olmo3", {"sliding_window": CONTEXT_LEN}),
     "olmoe": ("olmoe", {"clip_qkv": 0.5, "norm_topk_prob": True}),
+    "olmo_hybrid": ("olmo_hybrid", DELTA | {"linear_allow_neg_eigval": True}),
     "opt": ("opt", {}),
     "phi": ("phi", {"qk_layernorm": True}),
     "phi3": ("phi3", {"rope_parameters": PARTIAL_ROPE, "sliding_window": CONTEXT_LEN}),
@@ -219,6 +230,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": CONTEXT_LEN},
     ),
     "qwen2_moe": ("qwen2_moe", FEW_EXPERTS | {"shared_expert_intermediate_size": 48}),
+    "qwen3_5": ("qwen3_5_text", DELTA | {"head_dim": 16}),
+    "qwen3_5 with experts": ("qwen3_5_moe_text", DELTA | DELTA_EXPERTS | {"head_dim": 16}),
+    "qwen3_next": ("qwen3_next", DELTA | DELTA_EXPERTS | {"head_dim": 16}),
     "qwen3": ("qwen3", {"attention_bias": True, "head_dim": 16}),
     "qwen3_moe": ("qwen3_moe", FEW_EXPERTS | {"norm_topk_prob": True, "head_dim": 16}),
     "seed_oss": ("seed_oss", {"attention_out_bias": True, "head_dim": 16}),
@@ -231,16 +245,23 @@ def make_config(model_type: str, changes: dict[str, Any]) -> PreTrainedConfig:
     return AutoConfig.for_model(model_type, **(SMALL | changes))
 
 
+def draw_weights(model: torch.nn.Module) -> None:
+    """Draw random values everywhere, by which no part of a model goes unnoticed."""
+    generator = torch.Generator().manual_seed(5)
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point():
+            mean, std = (0.0, 0.2) if tensor.ndim > 1 else (0.7, 0.3)
+            tensor.normal_(mean, std, generator=generator)
+            if name.endswith("A_log"):  # a state forgets 0.1 to 5 % with each token
+                tensor.uniform_(-7.0, -3.0, generator=generator)
+
+
 def write_checkpoint(folder: Path, config: PreTrainedConfig) -> None:
     """Write a checkpoint with random values everywhere: weights, norms, biases and buffers."""
     auto: Any = AutoModelForCausalLM
     with torch.random.fork_rng():
         model = auto.from_config(config, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(5)
-    for tensor in model.state_dict().values():
-        if tensor.is_floating_point():
-            mean, std = (0.0, 0.2) if tensor.ndim > 1 else (0.7, 0.3)
-            tensor.normal_(mean, std, generator=generator)
+    draw_weights(model)
     model.save_pretrained(folder)
     byte_tokenizer(300, CONTEXT_LEN).save_pretrained(folder)
 
@@ -303,7 +324,7 @@ def test_a_window_that_is_off_by_one_or_a_sink_that_is_lost_would_be_seen(
     expected = run_paged(loaded, ids)
     least = 1e-3 * expected.abs().max()
     for change in (-1, 1):
-        wrong = [it._replace(window=(it.window or 1000) + change) for it in loaded.layers]
+        wrong = [it._replace(window=(it.window or 1000) + change) for it in loaded.attention]
         logits = run_paged(replace(loaded, layers=wrong), ids)
         assert not (logits - expected).abs().max() <= least
     for name, parameter in loaded.model.named_parameters():

@@ -22,7 +22,7 @@ from tieredkv.engine.suitability import TESTED_MODEL_TYPES
 CONTEXT_LEN = 256
 LENGTHS = (1, 17, 64, 131, 203)
 NUM_TOKENS = 16
-S, F = "sliding_attention", "full_attention"
+S, F, L = "sliding_attention", "full_attention", "linear_attention"
 
 
 def rope(theta: float, rope_type: str = "default", **others: Any) -> dict[str, Any]:
@@ -49,6 +49,18 @@ GEMMA_3 = {
     "tie_word_embeddings": True,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SHARED_EXPERTS = EXPERTS | {"shared_expert_intermediate_size": 32}
+DELTA = {
+    "layer_types": [L, L, L, F] * 2,
+    "head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "rope_parameters": rope(1e7, partial_rotary_factor=0.25),
+    "tie_word_embeddings": False,
+}
 ROUTED = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
@@ -244,6 +256,26 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "olmo_hybrid": (
+        "olmo_hybrid",
+        {
+            "layer_types": [L, L, L, F],
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 24,
+            "linear_allow_neg_eigval": True,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "qwen3_5": ("qwen3_5_text", DELTA),
+    "qwen3_5_moe": ("qwen3_5_moe_text", DELTA | SHARED_EXPERTS),
+    "qwen3_next": (
+        "qwen3_next",
+        DELTA
+        | SHARED_EXPERTS
+        | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3_moe": ("qwen3_moe", EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
     "qwen2": ("qwen2", {}),
@@ -268,6 +300,27 @@ WHOLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "use_bidirectional_attention": "vision",
         },
         VISION,
+    ),
+    "qwen3_5 in its wrapper": (
+        "qwen3_5",
+        DELTA
+        | {
+            "model_type": "qwen3_5_text",
+            "head_dim": 32,
+            "rope_parameters": MROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25},
+        },
+        QWEN_VISION,
+    ),
+    "qwen3_5_moe in its wrapper": (
+        "qwen3_5_moe",
+        DELTA
+        | SHARED_EXPERTS
+        | {
+            "model_type": "qwen3_5_moe_text",
+            "head_dim": 32,
+            "rope_parameters": MROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25},
+        },
+        QWEN_VISION,
     ),
     "qwen3_vl_moe": (
         "qwen3_vl_moe",

@@ -202,7 +202,7 @@ def test_the_text_of_a_multimodal_checkpoint_with_latent_attention(tmp_path: Pat
     expected = run_transformers(whole, ids)
     loaded = find_model(str(tmp_path), device="cpu").load()
     assert (run_paged(loaded, ids) - expected).abs().max() <= 1e-4 * expected.abs().max()
-    assert [layer.latent is not None for layer in loaded.layers] == [True, True]
+    assert [layer.latent is not None for layer in loaded.attention] == [True, True]
 
 
 @pytest.mark.gpu

@@ -230,7 +230,7 @@ def test_code_beside_a_checkpoint_is_never_run(folder: Path) -> None:
 
 def test_a_random_model_takes_its_shape_from_a_config(checkpoints: Any) -> None:
     loaded = load(f"random:{checkpoints('qwen2')}/config.json")
-    assert (len(loaded.layers), loaded.layers[0].head_dim, loaded.vocab_size) == (2, 16, 300)
+    assert (len(loaded.layers), loaded.attention[0].head_dim, loaded.vocab_size) == (2, 16, 300)
     weight = loaded.model.get_parameter("model.layers.0.mlp.up_proj.weight")
     assert weight.std().item() == pytest.approx(0.02, rel=0.1)
     assert loaded.model.get_parameter("model.norm.weight").eq(1).all()

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from tests.golden import refused
-from tieredkv.engine.attention import AttentionLayer
+from tieredkv.engine.attention import AttentionLayer, attention_layers
 from tieredkv.engine.checkpoint import SHAPES
 from tieredkv.engine.loader import find_model
 from tieredkv.engine.suitability import check_config, probe_attention
@@ -36,7 +36,7 @@ def examine(
 ) -> Sequence[AttentionLayer]:
     config = AutoConfig.for_model(model_type, **(SMALL | changes))
     check_config("some/model", config, context_len)
-    return probe_attention("some/model", config, context_len)
+    return [*attention_layers(probe_attention("some/model", config, context_len)).values()]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_every_known_shape_can_be_served(shape: str) -> None:
     table = json.loads((SHAPES / f"{shape}.json").read_text())
     config = AutoConfig.from_pretrained(SHAPES / f"{shape}.json")
     check_config(shape, config, 4096)
-    found = probe_attention(shape, config, 4096)
+    found = [*attention_layers(probe_attention(shape, config, 4096)).values()]
     assert [layer.source for layer in found] == list(range(table["num_hidden_layers"]))
     if rank := table.get("kv_lora_rank"):
         rope_dim, key_dim, value_dim = (

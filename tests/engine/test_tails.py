@@ -39,13 +39,24 @@ def tokens(n: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(10, 256), k=n)
 
 
-@pytest.fixture(scope="module", params=few(["gpt_oss", "gemma4", "gemma3"], 2))
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    model_type, changes = FAMILIES[request.param]
+def make_folder(name: str, factory: pytest.TempPathFactory) -> Path:
+    path = factory.mktemp("model")
+    model_type, changes = FAMILIES[name]
     config = make_config(model_type, changes | {"max_position_embeddings": 1024})
     write_checkpoint(path, config)
     return path
+
+
+@pytest.fixture(scope="module", params=few(["gpt_oss", "gemma4", "gemma3"], 2))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with windows."""
+    return make_folder(request.param, tmp_path_factory)
+
+
+@pytest.fixture(scope="module", params=few(["gpt_oss", "qwen3_5", "gemma4", "olmo_hybrid"], 2))
+def every(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with windows, or with recurrent states."""
+    return make_folder(request.param, tmp_path_factory)
 
 
 def open_llm(folder: Path, **options: Any) -> LLM:
@@ -72,9 +83,9 @@ def test_a_second_request_goes_on_from_vram_with_equal_tokens(folder: Path) -> N
         assert generate(llm, prompt + cold + tokens(20, seed=2))[0] == longer
 
 
-def test_blocks_of_the_default_size_give_equal_tokens(folder: Path) -> None:
+def test_blocks_of_the_default_size_give_equal_tokens(every: Path) -> None:
     prompt = tokens(205, seed=5)
-    with LLM(str(folder), device="cpu", device_size="16MiB", host_size="16MiB") as llm:
+    with LLM(str(every), device="cpu", device_size="16MiB", host_size="16MiB") as llm:
         assert llm.core.info.block_size == llm.core.kv_spec.block_size == 64
         cold, _ = generate(llm, prompt)
         flush(llm, Tier.HOST)
@@ -181,11 +192,11 @@ def compute_all(planner: Planner, demand: Demand) -> Split:
 
 
 def test_pages_on_disk_that_are_computed_nevertheless_are_not_written_again(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    every: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"disk_dir": str(tmp_path / "store"), "default_retention": "24h", "restore": "auto"}
     prompt = tokens(301, seed=3)
-    with open_llm(folder, **options) as llm:
+    with open_llm(every, **options) as llm:
         counters = llm.core.parts.tiers.counters
         generate(llm, prompt, n=1)
         flush(llm, Tier.DISK)
@@ -210,10 +221,10 @@ def test_pages_are_loaded_after_all_blocks(
 
 
 def test_a_request_whose_few_pages_have_left_before_it_runs_releases_all(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    every: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = tokens(20, seed=41)
-    with open_llm(folder) as llm:
+    with open_llm(every) as llm:
         cold, _ = generate(llm, prompt)
         flush(llm, Tier.HOST)
         room = llm.core.cache._room
@@ -228,11 +239,9 @@ def test_a_request_whose_few_pages_have_left_before_it_runs_releases_all(
         assert llm.core.parts.tiers.device.num_used == 0
 
 
-def test_pages_that_an_operator_evicts_from_a_running_request_do_not_come_back(
-    folder: Path,
-) -> None:
+def test_pages_that_an_operator_evicts_from_a_running_request_do_not_come_back(every: Path) -> None:
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-    with open_llm(folder) as llm:
+    with open_llm(every) as llm:
         core, done = llm.core, False
         core.add_request(llm.make_request(PROMPT, params))
         evicted = set[BlockHash]()
@@ -246,9 +255,9 @@ def test_pages_that_an_operator_evicts_from_a_running_request_do_not_come_back(
 
 
 def test_pages_that_have_expired_are_no_hit_though_their_blocks_were_used_since(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    every: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_llm(folder) as llm:
+    with open_llm(every) as llm:
         clock, begun = llm.core.parts.tiers.clock, llm.core.parts.tiers.clock.now()
         llm.serve([llm.make_request(PROMPT, ONE, anchors=[96])])
         clock.advance_to(begun + 400)
@@ -259,8 +268,8 @@ def test_pages_that_have_expired_are_no_hit_though_their_blocks_were_used_since(
         assert (usage.cached_tokens, usage.miss_reason) == (0, "no_anchor")
 
 
-def test_a_request_whose_blocks_are_not_kept_holds_no_more_pages_than_others(folder: Path) -> None:
-    with open_llm(folder) as llm:
+def test_a_request_whose_blocks_are_not_kept_holds_no_more_pages_than_others(every: Path) -> None:
+    with open_llm(every) as llm:
         device, most = llm.core.parts.tiers.device, list[int]()
         for cacheable in (None, 40, 0):
             asked = llm.make_request(
@@ -357,13 +366,13 @@ def test_where_two_requests_part_a_third_one_goes_on(folder: Path) -> None:
     assert found == [(0, "never_seen"), (0, "no_anchor"), (96, "never_seen")]
 
 
-def test_of_requests_that_come_at_once_one_computes_what_they_share(folder: Path) -> None:
+def test_of_requests_that_come_at_once_one_computes_what_they_share(every: Path) -> None:
     shared = tokens(200, seed=40)
     prompts = [shared + tokens(40 + seed, seed=seed) for seed in (41, 42, 43)]
     params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
-    with open_llm(folder) as llm:
+    with open_llm(every) as llm:
         cold = [llm.generate([it], params, cache_salt=str(it[-1]))[0].token_ids for it in prompts]
-    with open_llm(folder) as llm:
+    with open_llm(every) as llm:
         answers = llm.generate(prompts, params)
         llm.core.cache.check()
     assert [answer.token_ids for answer in answers] == cold
@@ -492,17 +501,17 @@ def test_a_long_request_holds_pages_of_its_window_and_of_one_step(
 
 @pytest.mark.parametrize("host_blocks", few([64, 4]))
 def test_requests_that_take_turns_in_too_little_memory_compute_little_twice(
-    folder: Path, host_blocks: int
+    every: Path, host_blocks: int
 ) -> None:
     prompts = [tokens(180 + 7 * number, seed=number) for number in range(8)]
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-    with open_llm(folder, restore="compute") as llm:
+    with open_llm(every, restore="compute") as llm:
         cold = [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
         spec = llm.core.kv_spec
     one = -(-230 // BLOCK) + anchor_pages(spec) + len(tail_kinds(spec)) * (2 + 64 // BLOCK)
     sizes = {"device_size": 3 * one // 2 * spec.block_bytes}
     sizes["host_size"] = host_blocks * spec.block_bytes
-    with open_llm(folder, restore="load", max_num_seqs=8, **sizes) as llm:
+    with open_llm(every, restore="load", max_num_seqs=8, **sizes) as llm:
         answers = llm.generate(prompts, params)
         llm.core.cache.check()
         num_computed = llm.core.scheduler.num_computed_tokens
@@ -525,13 +534,13 @@ THIRTEEN = SamplingParams(max_tokens=13, temperature=0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def cold_answers(folder: Path) -> Callable[[int], tuple[list[list[int]], KVSpec]]:
+def cold_answers(every: Path) -> Callable[[int], tuple[list[list[int]], KVSpec]]:
     """Return a function for the answers to random histories without a cache, and the pages."""
 
     @functools.cache
     def answer(seed: int) -> tuple[list[list[int]], KVSpec]:
         cold = list[list[int]]()
-        with open_llm(folder, restore="compute", host_size="1MiB") as llm:
+        with open_llm(every, restore="compute", host_size="1MiB") as llm:
             for number, prompt in enumerate(histories(seed)):
                 [answer] = llm.generate([prompt], THIRTEEN, cache_salt=str(number))
                 assert not answer.usage.cached_tokens
@@ -544,21 +553,22 @@ def cold_answers(folder: Path) -> Callable[[int], tuple[list[list[int]], KVSpec]
 @pytest.mark.parametrize("seed", few(range(3)))
 @pytest.mark.parametrize("has_disk", [False, True])
 def test_random_histories_in_small_tiers_give_the_tokens_of_cold_prompts(
-    folder: Path,
+    every: Path,
     tmp_path: Path,
     cold_answers: Callable[[int], tuple[list[list[int]], KVSpec]],
     seed: int,
     has_disk: bool,
 ) -> None:
     prompts, (cold, spec) = histories(seed), cold_answers(seed)
-    page, num_tails = spec.block_bytes, len(spec.page_kinds) - 1
-    device_pages, host_pages = 22 + 10 * num_tails, 18 + 9 * num_tails
+    page, num_tails = spec.block_bytes, len(tail_kinds(spec))
+    device_pages = 22 + (3 if spec.states else 10) * num_tails
+    host_pages = 18 + 9 * num_tails
     sizes = {"device_size": device_pages * page, "host_size": host_pages * page}
     options: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 4}
     if has_disk:
         options |= {"disk_dir": str(tmp_path / "store"), "default_retention": "24h"}
     num_cached = Counter[Tier]()
-    with open_llm(folder, **sizes, **options) as llm:
+    with open_llm(every, **sizes, **options) as llm:
         for start in range(0, len(prompts), 6):
             some = prompts[start : start + 6] * 2
             answers = llm.generate(some, THIRTEEN)
@@ -581,9 +591,9 @@ def test_random_histories_in_small_tiers_give_the_tokens_of_cold_prompts(
 
 
 @pytest.mark.parametrize("seed", few(range(4)))
-def test_a_replay_finds_what_the_engine_finds(folder: Path, seed: int) -> None:
+def test_a_replay_finds_what_the_engine_finds(every: Path, seed: int) -> None:
     requests, cached = list[Request](), list[int]()
-    with open_llm(folder, device_size="64MiB") as llm:
+    with open_llm(every, device_size="64MiB") as llm:
         spec = llm.core.kv_spec
         for number, prompt in enumerate(histories(seed)):
             answer, usage = generate(llm, prompt, n=40)
@@ -751,15 +761,15 @@ class Announced:
 ONE = SamplingParams(max_tokens=1)
 
 
-def test_events_tell_when_a_tier_has_all_pages_of_an_anchor(folder: Path, tmp_path: Path) -> None:
+def test_events_tell_when_a_tier_has_all_pages_of_an_anchor(every: Path, tmp_path: Path) -> None:
     options = {"disk_dir": str(tmp_path / "store"), "default_retention": "24h"}
     options |= {"kv_events": "on", "kv_events_endpoint": f"ipc://{tmp_path}/events"}
     turn, texts = tokens(20, seed=30), list[list[int]]()
-    with open_llm(folder) as llm:
+    with open_llm(every) as llm:
         spec = llm.core.kv_spec
         size = 2 * (20 + anchor_pages(spec) + 4 * len(spec.page_kinds)) * spec.block_bytes
     sizes = {"device_size": size, "host_size": size}
-    with open_llm(folder, **options, **sizes, restore="load") as llm:
+    with open_llm(every, **options, **sizes, restore="load") as llm:
         announced = Announced(llm)
         for seed in range(31, 41):
             prompt = tokens(205, seed=seed)
@@ -773,7 +783,7 @@ def test_events_tell_when_a_tier_has_all_pages_of_an_anchor(folder: Path, tmp_pa
         flush(llm, Tier.DISK)
         announced.check(texts)
         assert not announced.anchors[Tier.DEVICE] and announced.anchors[Tier.DISK]
-    with open_llm(folder, **options, **sizes, restore="load") as llm:
+    with open_llm(every, **options, **sizes, restore="load") as llm:
         announced = Announced(llm)
         _, usage = generate(llm, texts[-1] + turn)
         assert usage.cached_tokens_by_tier[Tier.DISK]

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedConfig
 
 from tests.engine.logits import run_paged, run_transformers
-from tests.engine.test_families import CONTEXT_LEN, FULL, SMALL
+from tests.engine.test_families import CONTEXT_LEN, FULL, SMALL, draw_weights
 from tests.engine.test_quantized import check_meant, quantise
 from tests.golden import refused, told
 from tieredkv.engine.byte_tokenizer import byte_tokenizer
@@ -124,11 +124,7 @@ def write_whole(folder: Path, config: PreTrainedConfig) -> Any:
     """Write a multimodal checkpoint with random values everywhere, and return its model."""
     with torch.random.fork_rng():
         model = AUTO.from_config(config, dtype=torch.float32).eval()
-    generator = torch.Generator().manual_seed(5)
-    for tensor in model.state_dict().values():
-        if tensor.is_floating_point():
-            mean, std = (0.0, 0.2) if tensor.ndim > 1 else (0.7, 0.3)
-            tensor.normal_(mean, std, generator=generator)
+    draw_weights(model)
     model.save_pretrained(folder)
     byte_tokenizer(300, CONTEXT_LEN).save_pretrained(folder)
     return model

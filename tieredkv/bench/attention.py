@@ -57,7 +57,7 @@ def run(
     """
     names = cases or (GPU_CASES if torch.cuda.is_available() else CPU_CASES)
     model, rows = find_model(f"random:{shape}"), list[dict[str, Any]]()
-    is_latent = model.layers[0].latent is not None and heads is None
+    is_latent = model.attention[0].latent is not None and heads is None
     if is_latent and (window is not None or has_sinks):
         raise ConfigError(f"shape `{shape}` has latent attention; leave `--window` and `--sinks`")
     if heads is not None:
@@ -65,7 +65,7 @@ def run(
             raise ConfigError("`--heads` needs query heads, KV heads and head_dim, as in 64,8,64")
         num_heads, num_kv_heads, head_dim = heads
         layer = AttentionLayer(num_heads, num_kv_heads, head_dim, source=0)
-        model = replace(model, layers=[layer] * len(model.layers))
+        model = replace(model, layers=[layer] * len(model.attention))
     limits = {"copy_GBps": raw.copy_GBps(), "gemm_TFLOPs": raw.gemm_TFLOPs(model.dtype)}
     for name, lens in tracked(progress, "measuring", [(name, _lens(name)) for name in names]):
         paged = _Paged(lens, model, block_size, window, has_sinks=has_sinks)
@@ -121,7 +121,7 @@ class _Paged:
         *,
         has_sinks: bool,
     ) -> None:
-        layers, layer = len(model.layers), model.layers[0]
+        layers, layer = len(model.attention), model.attention[0]
         num_heads, kv_heads, head_dim = layer[:3]
         dtype, device = getattr(torch, model.dtype), torch.device(raw.device())
         self.query_lens, self.context_lens = zip(*lens, strict=True)

@@ -184,7 +184,7 @@ class Bench:
         ids = [self.submit(prompt, made, retention) for prompt in prompts]
         self.run()
         wall_s = max(self.times[name][-1] for name in ids) - start
-        layers, limits = self.core.model.layers, self.report["raw"]
+        layers, limits = self.core.model.attention, self.report["raw"]
         flops = sum(it.pair_flops * _num_pairs(it, given) for it in layers)
         flops += 2 * self.weights.per_token * given
         read = self.weights.read_by(requests) * self.element_bytes

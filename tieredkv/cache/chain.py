@@ -106,7 +106,7 @@ class Chain:
     @property
     def pages_per_block(self) -> int:
         """How many pages a block has, with those of layers with windows."""
-        return 1 + (len(self.tail.kinds) if self.tail is not None else 0)
+        return 1 + (self.tail.pages_beside if self.tail is not None else 0)
 
     @property
     def num_held(self) -> int:

@@ -13,6 +13,7 @@ from tieredkv.cache.expiry import Expiry
 from tieredkv.cache.hits import Hits
 from tieredkv.cache.lookups import Lives
 from tieredkv.cache.miss_reasons import COMPUTED_SOONER
+from tieredkv.cache.state_tail import StateTail
 from tieredkv.cache.tail import Tail
 from tieredkv.cache.tails import Tails
 from tieredkv.cache.tiers import Tiers
@@ -103,13 +104,13 @@ class Completion:
     def keep(self, tail: Tail, end: int) -> None:
         """Have a running request keep its pages before `end`, up to which it has yet to compute."""
         if end not in tail.kept_ends:
-            tail.kept_ends.add(end)
+            tail.keep_at(end)
             self._publish_pages(tail, [*self._tails.computed(tail, end - tail.reach)])
 
     def publish_last(self, tail: Tail) -> None:
         """Keep the last pages of a request that ends, behind which another may go on."""
         self._publish_pages(tail, [*self._tails.last(tail)])
-        if (end := min(tail.num_done, len(tail.of.hashes))) > 0:
+        if (end := tail.last_end) > 0:
             self._announce(tail, [end])
 
     def announce_found(self, tail: Tail) -> None:
@@ -132,6 +133,8 @@ class Completion:
     def _publish_pages(self, tail: Tail, computed: Sequence[int]) -> None:
         device, now = self._tiers.device, self._tiers.clock.now()
         self._expiry.drop_among([tail.hashes[index] for index in computed])
+        if isinstance(tail, StateTail):
+            self._make_way(tail, computed)
         own = [
             index
             for index in computed
@@ -144,7 +147,7 @@ class Completion:
                 block_hash=tail.hashes[index],
                 root=tail.root,
                 namespace=tail.namespace,
-                computed_at=now,
+                computed_at=tail.first_computed_at(now),
                 last_used=now,
                 claims=claim.retentions,
                 pinned_until=claim.pinned_until,
@@ -157,6 +160,22 @@ class Completion:
         self._note_computed(tail, entries, own)
         if len(own) < len(computed):
             self._touches.renew(tail, sorted({*computed}.difference(own)))
+
+    def _make_way(self, tail: StateTail, computed: Sequence[int]) -> None:
+        """Drop what the tiers have of a state that was computed anew, unless VRAM has all of it.
+
+        The parts of two computations never become one state.
+        """
+        tiers, hashes = self._tiers, [tail.hashes[index] for index in computed]
+        if not (missing := tiers.device.missing(hashes)):
+            return
+        is_in_ram = len(tiers.host.missing(missing)) < len(hashes)
+        # While it is not known what the disk has, it may have any of them.
+        is_on_disk = tiers.store is not None and (
+            not tiers.presence.is_whole or tiers.presence.has(hashes, tiers.clock.now()).any()
+        )
+        if is_in_ram or is_on_disk:
+            tiers.replace(hashes)
 
     def _fill(self, blocks: Iterable[Block]) -> None:
         """Note that the last step has computed these blocks."""

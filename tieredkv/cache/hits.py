@@ -33,7 +33,7 @@ class Found(NamedTuple):
         known: the blocks of its chain that are a hit.
         pages: the pages of layers with windows that it needs to go on behind them.
         held: of all of these, what VRAM has.
-        num_fresh: how many blocks and pages it lacks.
+        num_fresh: how many blocks and pages it lacks, with those that only it will have.
     """
 
     known: list[Block | None]
@@ -114,7 +114,8 @@ class Hits:
         known, tail = self._tiers.device.find(self.readable(chain)), chain.tail
         pages = self._tails.find(tail, len(known)) if tail is not None else []
         held = [block for block in known + pages if block is not None]
-        return Found(known, pages, held, num_blocks + len(pages) - len(held))
+        num_private = tail.num_private if tail is not None else 0
+        return Found(known, pages, held, num_blocks + len(pages) + num_private - len(held))
 
     def num_held(self, chain: Chain) -> int:
         """Return how many blocks at the head of a chain need no computing, by and large.

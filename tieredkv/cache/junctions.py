@@ -45,7 +45,7 @@ class Junctions:
         for other in self._admitted:
             if other.tail is None:
                 continue
-            shared = min(num_shared(chain.hashes, other.hashes), tail.most_end)
+            shared = tail.floor(min(num_shared(chain.hashes, other.hashes), tail.most_end))
             if other.tail.num_done >= shared or other.tail.hit_end > shared - tail.reach:
                 continue  # it will not compute these pages
             if tail.awaited == (other, shared):

@@ -17,6 +17,7 @@ Who owns a device block, by its state:
 Called by the engine's thread only.
 """
 
+import itertools
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.recalls import RequestProgress
 from tieredkv.cache.room import Room
 from tieredkv.cache.row import State
+from tieredkv.cache.state_tail import StateTail
 from tieredkv.cache.tail import Tail
 from tieredkv.cache.tails import Tails
 from tieredkv.cache.tiers import Tiers
@@ -203,7 +205,9 @@ class TieredCache:
             num_blocks: length of its table.
         """
         tail = chain.tail
-        return num_blocks + (len(tail.needed(num_blocks)) if tail is not None else 0)
+        if tail is None:
+            return num_blocks
+        return num_blocks + len(tail.needed(num_blocks)) + tail.num_private
 
     # Admission
 
@@ -263,10 +267,12 @@ class TieredCache:
     def _begin_tail(
         self, tail: Tail, found: Found, num_blocks: int, fresh: Iterator[Block]
     ) -> None:
-        """Give an admitted request its pages of layers with windows."""
+        """Give an admitted request its pages of layers with windows, or of its state."""
         tail.begin(len(found.known), num_blocks)
         self._tails.note_found(tail.of, tail)
         self._hits.take_pages(tail, found.pages, fresh)
+        if isinstance(tail, StateTail):
+            tail.hold_state([*itertools.islice(fresh, tail.num_private)])
         self._admitted[tail] = None
         self._promoter.end_prefetch(tail)
 
@@ -281,15 +287,13 @@ class TieredCache:
 
     def hold(self, chain: Chain, first: int, end: int, *, is_alone: bool = False) -> Admission:
         """Have a request hold the further pages of the blocks `[first, end)`, to compute them."""
-        if (tail := chain.tail) is None or not (lacking := self._tails.lacking(tail, first, end)):
-            return GRANTED
-        fresh = self._room.allocate(chain, len(lacking), is_alone)
-        if fresh is None:
-            self._room.note_lacking(chain, len(lacking))
-            return self._refusal(chain)
-        for index, page in zip(lacking, fresh, strict=True):
-            tail.hold(index, page)
-        return GRANTED
+        is_held = chain.tail is None or self._room.hold(chain.tail, first, end, is_alone=is_alone)
+        return GRANTED if is_held else self._refusal(chain)
+
+    def take_state(self, chain: Chain) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
+        """Return where a request's recurrent state is; what is copied before its next step."""
+        tail = chain.tail
+        return (tail.state_ids, tail.take_copies()) if isinstance(tail, StateTail) else ((), ())
 
     def next_start(self, chain: Chain, first: int) -> int:
         """Return behind how many blocks a request with windows goes on; see `Tails`."""
@@ -340,6 +344,8 @@ class TieredCache:
         """
         if has_rest and last < len(chain.hashes):
             self.begin_compute(chain, last, last + 1)
+        if chain.tail is not None:
+            chain.tail.note_computed(last, has_rest=has_rest)
         self._completion.complete(chain, first, last)
 
     def seal(self, chain: Chain, block_hash: BlockHash) -> None:
@@ -387,6 +393,7 @@ class TieredCache:
         self._promoter.end_prefetch(tail)
         self._touches.finish(tail)
         self._recalls.forget(tail)
+        tail.hand_over()
         tail.disk_until, blocks = [], tail.with_pages(tail.of.blocks)
         if tail in self._admitted:
             del self._admitted[tail]

@@ -17,6 +17,7 @@ from tieredkv.cache.chain import Chain
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.hits import Hits
 from tieredkv.cache.promotion import Promoter
+from tieredkv.cache.tail import Tail
 from tieredkv.cache.tiers import Tiers
 from tieredkv.types import Tier
 
@@ -133,9 +134,27 @@ class Room:
         self._refused.pop(chain, None)
         self._lacking.pop(chain, None)
 
-    def note_lacking(self, chain: Chain, num_pages: int) -> None:
-        """Note that a running request found no room for pages of layers with windows."""
-        self._lacking[chain] = num_pages
+    def hold(self, tail: Tail, first: int, end: int, *, is_alone: bool) -> bool:
+        """Have a request hold the pages that it lacks to compute the blocks `[first, end)`.
+
+        Without a page that is of use to later requests only, it goes on, unless room for that comes
+        soon.
+
+        Returns:
+            Whether it may go on.
+        """
+        chain = tail.of
+        if lacking := tail.lacking(first, end):
+            fresh = self.allocate(chain, len(lacking), is_alone)
+            if fresh is None and tail.is_optional and not self.is_waiting(chain):
+                return True
+            if fresh is None:
+                self._lacking[chain] = len(lacking)
+                return False
+            for index, page in zip(lacking, fresh, strict=True):
+                tail.hold(index, page)
+        tail.note_held()
+        return True
 
     def allocate(
         self,
@@ -214,7 +233,7 @@ class Room:
         return device.num_empty >= min(num_fresh, num_empty + at_most)
 
     def make_for_pages(self, num_blocks: int) -> None:
-        """Make room for what `note_lacking` was told since the last call, as much as a step takes.
+        """Make room for what `hold` did not get since the last call, as much as a step takes.
 
         Prompts that come at once get their blocks, which are few, before they get these pages,
         which are many. If room were made for one request after the other, each step would compute

@@ -7,7 +7,7 @@ request holds few of them at a time.
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, overload
 
@@ -51,7 +51,12 @@ class TailKind(NamedTuple):
 
 
 def tail_kinds(spec: KVSpec) -> list[TailKind]:
-    """Return what the pages of a block hold beside the first one."""
+    """Return what the pages of a block hold beside the first one.
+
+    The pages of a recurrent state are those of the last block before it.
+    """
+    if num_pages := spec.state_pages:
+        return [TailKind(1, 1, part, num_pages) for part in range(num_pages)]
     _, *kinds = spec.page_kinds
     windows, parts = sorted({kind.window or 0 for kind in kinds}), Counter[int]()
     num_parts, made = Counter(kind.window or 0 for kind in kinds), list[TailKind]()
@@ -77,11 +82,11 @@ class Interval(NamedTuple):
     is_used: bool
 
     @classmethod
-    def of(cls, num_pages: int, block_size: int) -> Self:
+    def of(cls, num_pages: int, block_size: int, grid: int = 1) -> Self:
         """Return the interval of places for each of which so many further pages are kept."""
         far = INTERVAL * num_pages  # a page has the bytes of a block
         num_blocks = min(far, max(num_pages, CLOSE_TOKENS // block_size))
-        return cls(num_blocks, is_used=num_blocks == far)
+        return cls(-(-num_blocks // grid) * grid, is_used=num_blocks == far)
 
 
 def hit_pages(spec: KVSpec) -> int:
@@ -92,7 +97,8 @@ def hit_pages(spec: KVSpec) -> int:
 
 def anchor_pages(spec: KVSpec) -> int:
     """Return how many further pages are kept for a place where later requests may go on."""
-    return hit_pages(spec) + len(tail_kinds(spec)) * SPARE_BLOCKS
+    num_spare = 0 if spec.states else SPARE_BLOCKS
+    return hit_pages(spec) + len(tail_kinds(spec)) * num_spare
 
 
 class PageHashes(Sequence[BlockHash]):
@@ -148,6 +154,7 @@ class Tail(Chain):
         of: the chain.
         kinds: the pages of a block.
         interval: from one of the places that are kept along the chain to the next.
+        grid: behind a multiple of how many blocks a hit may end.
         tables: for each kind the ids of the pages that the request holds, by block; other cells
             have no meaning.
         most_end: behind how many blocks a hit may end, which leaves a token to compute.
@@ -167,6 +174,7 @@ class Tail(Chain):
     of: Chain
     kinds: Sequence[TailKind]
     interval: Interval
+    grid: int = 1
     tables: list["array[int]"] = field(init=False)
     most_end: int = 0
     hit_end: int = 0
@@ -184,7 +192,12 @@ class Tail(Chain):
 
     @classmethod
     def beside(
-        cls, chain: Chain, kinds: Sequence[TailKind], interval: Interval, algo: HashAlgo
+        cls,
+        chain: Chain,
+        kinds: Sequence[TailKind],
+        interval: Interval,
+        algo: HashAlgo,
+        grid: int = 1,
     ) -> Self:
         """Return the further pages of a chain's blocks.
 
@@ -193,11 +206,12 @@ class Tail(Chain):
             kinds: the pages of a block.
             interval: from one of the places that are kept along the chain to the next.
             algo: which hash names the pages.
+            grid: behind a multiple of how many blocks a hit may end.
         """
         claims = [claim._replace(end=claim.end * len(kinds)) for claim in chain.claims]
         hashes: Any = PageHashes(chain, kinds, algo)  # it grows with the chain
         names = chain.root, chain.namespace, hashes
-        return cls(*names, claims, of=chain, kinds=kinds, interval=interval)
+        return cls(*names, claims, of=chain, kinds=kinds, interval=interval, grid=grid)
 
     def add_blocks(self, number: int) -> None:
         """Add the pages of so many more blocks."""
@@ -207,6 +221,41 @@ class Tail(Chain):
     def num_needed(self) -> int:
         """Of how many of the last blocks before its end a hit needs pages; at least of one."""
         return max(1, *(kind.num_blocks for kind in self.kinds))
+
+    @property
+    def num_private(self) -> int:
+        """How many pages a request holds for itself as long as it runs."""
+        return 0
+
+    @property
+    def pages_beside(self) -> int:
+        """How many pages a request needs beside each block that it computes."""
+        return len(self.kinds)
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether a request can go on without the pages that it lacks."""
+        return False
+
+    def possible(self, ends: Sequence[int]) -> Sequence[int]:
+        """Return behind how many blocks a hit may end, given what else limits that, ascending."""
+        if isinstance(ends, range):
+            return range(0, ends.stop, self.grid)
+        return sorted({self.floor(end) for end in ends})
+
+    def floor(self, end: int) -> int:
+        """Return the last place at or before `end` behind which a hit may end."""
+        return end - end % self.grid
+
+    def keep_at(self, end: int, *, is_end: bool = False) -> None:
+        """Have what is needed kept at the last place at or before `end`.
+
+        Args:
+            end: a number of blocks.
+            is_end: whether a part of the prompt ends there, which a later request may leave a
+                little earlier.
+        """
+        self.kept_ends.add(self.floor(end))
 
     @property
     def num_held(self) -> int:
@@ -229,7 +278,8 @@ class Tail(Chain):
             yield
         most, asked, first = self.most_end, self.of.read_ends, self._first_needed
         ends = range(most + 1) if asked is None else [end for end in asked if end <= most]
-        return [end for end in ends if lacking.isdisjoint(range(first(end), end))]
+        possible = self.possible(ends)
+        return [end for end in possible if lacking.isdisjoint(range(first(end), end))]
 
     def pages_of(self, first: int, end: int) -> range:
         """Return the pages of the blocks `[first, end)`."""
@@ -328,11 +378,84 @@ class Tail(Chain):
             for table in self.tables:
                 table.frombytes(bytes(table.itemsize * lacking))
 
+    def lacking(self, first: int, end: int) -> list[int]:
+        """Return the pages that the request lacks to compute the blocks `[first, end)`."""
+        self.extend(end)
+        return [index for index in self.pages_of(first, end) if self.blocks[index] is NO_PAGE]
+
+    def completed(self, end: int) -> list[int]:
+        """Note that the blocks before `end` were computed; return those whose pages are kept."""
+        kept = self.kept_within(max(self.num_done, self.first_held), end)
+        self.num_done = max(self.num_done, end)
+        return kept
+
+    @property
+    def last_end(self) -> int:
+        """Behind how many blocks another request may go on from the last pages that are held."""
+        return min(self.num_done, len(self.of.hashes))
+
+    def step_end(self, _start: int, end: int, _block_size: int, *, is_last: bool) -> int:
+        """Return behind which token a step has to end that would compute `[start, end)`.
+
+        Args:
+            _start: the first token.
+            end: the token behind the last one.
+            _block_size: tokens a block.
+            is_last: whether the tokens of the request end there.
+        """
+        return end
+
+    def note_held(self) -> None:
+        """Note that the request holds what it lacked."""
+
+    def note_released(self, blocks: Iterable[int]) -> None:
+        """Note that the request holds no page of these blocks any more."""
+
+    def note_computed(self, end: int, *, has_rest: bool) -> None:
+        """Note that a step was issued that computes the blocks before `end`, and maybe more."""
+
+    def go_on(self, end: int, _computed_at: float) -> None:
+        """Note that the request goes on behind so many blocks.
+
+        Args:
+            end: the number of blocks.
+            _computed_at: when the pages were computed that it goes on from, the earliest of them.
+        """
+        self.num_done = end
+
+    def first_computed_at(self, now: float) -> float:
+        """Return when what is computed now was computed, with what it was continued from."""
+        return now
+
+    def hand_over(self) -> None:
+        """Have what only the running request has be kept, where it can be, as the request ends."""
+
+    def passed(self, num_computed: int) -> Collection[int]:
+        """Return the blocks whose pages no token to come attends to, and no later request needs.
+
+        Those of blocks that are not in the chain yet are needed. If the chain may have no more
+        blocks, all that are computed count.
+        """
+        can_grow = len(self.of.hashes) < self.of.max_blocks
+        return self.passed_before((self.num_done if can_grow else num_computed) - self.reach)
+
+    def passed_before(self, end: int) -> Collection[int]:
+        """Return the blocks before `end` of which pages are held; the request needs none again."""
+        passed = range(self.first_held, max(0, end))
+        self.first_held = max(self.first_held, end)
+        return passed
+
     def identity(self, index: int) -> PageIdentity:
         """Return what a page is, besides its hash."""
         block, number = divmod(index, len(self.kinds))
         _, group, part, num_parts = self.kinds[number]
         return PageIdentity(self.of.hashes[block], block, group, part, num_parts)
+
+    def end(self) -> None:
+        """Forget what the request holds."""
+        self.blocks, self.hit_end, self.num_done, self.first_held = [], 0, 0, 0
+        for table in self.tables:
+            del table[:]
 
     def check(self) -> None:
         """Raise IntegrityError if a page that is held is not that of its place."""

@@ -8,7 +8,7 @@ request may go on.
 Called by the engine's thread only.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 
 from tieredkv.cache.block import Block
@@ -18,6 +18,7 @@ from tieredkv.cache.hit_end import hit_end
 from tieredkv.cache.lookups import Lookups
 from tieredkv.cache.recalls import Recalls
 from tieredkv.cache.row import State
+from tieredkv.cache.state_tail import StateTail
 from tieredkv.cache.tail import NO_PAGE, Tail
 from tieredkv.cache.tiers import Tiers
 from tieredkv.types import BlockHash
@@ -53,25 +54,47 @@ class Tails:
             ends: numbers of blocks at which it may end, ascending.
         """
         most = min(num_found, tail.most_end)
-        return hit_end(most, tail.num_needed, ends, partial(self._missing, tail))
+        possible = tail.possible(ends)
+        if isinstance(tail, StateTail):
+            return self._state_end(tail, [end for end in possible if end <= most])
+        return hit_end(most, tail.num_needed, possible, partial(self._missing, tail))
+
+    def _state_end(self, tail: StateTail, ends: Sequence[int]) -> int:
+        """Return the last of some places at which no tier lacks a part of the state; 0 if none is.
+
+        Of each place one part is asked for, and the others where that one is there.
+        """
+        parts = [tail.needed(end).start for end in ends if end]
+        absent = self.absent(tail, parts, [tail.hashes[index] for index in parts])
+        for index in reversed(parts):
+            block = index // len(tail.kinds)
+            if tail.hashes[index] not in absent and not self._missing(tail, [block]):
+                return block + 1
+        return 0
 
     def _missing(self, tail: Tail, blocks: Sequence[int]) -> list[int]:
         """Return those of these blocks some of whose pages no tier has."""
-        tiers, hashes = self._tiers, tail.hashes_of(blocks)
+        pages = [index for each in blocks for index in tail.pages_of(each, each + 1)]
+        hashes = tail.hashes_of(blocks)
+        absent = self.absent(tail, pages, hashes)
+        lacking = zip(pages, hashes, strict=True)
+        return sorted({index // len(tail.kinds) for index, it in lacking if it in absent})
+
+    def absent(
+        self, tail: Tail, pages: Sequence[int], hashes: Sequence[BlockHash]
+    ) -> set[BlockHash]:
+        """Return which of these pages no tier has, by their hashes."""
+        tiers = self._tiers
         self._expiry.drop_among(hashes)
         absent = {*tiers.device.missing(hashes)}
-        if not absent:
-            return []
-        pages = [index for each in blocks for index in tail.pages_of(each, each + 1)]
-        if tiers.can_load:
+        if absent and tiers.can_load:
             absent = {*tiers.host.missing(absent)}
             now = tiers.clock.now()
             has_disk = tiers.store is not None
             until = self.until(tail, pages, hashes) if absent and has_disk else ()
             on_disk = (it for it, second in zip(hashes, until, strict=False) if second > now)
             absent.difference_update(on_disk)
-        lacking = zip(pages, hashes, strict=True)
-        return sorted({index // len(tail.kinds) for index, it in lacking if it in absent})
+        return absent
 
     def until(self, tail: Tail, pages: Sequence[int], hashes: Sequence[BlockHash]) -> list[int]:
         """Return until when the disk has these pages, by their hashes; 0 of those that it lacks."""
@@ -123,8 +146,9 @@ class Tails:
         if not (are_there and all(page.is_whole for page in pages)):
             return first
         end, tail.hit_end, tail.disk_until = tail.hit_end, 0, []
-        self._pass(tail, end - tail.num_needed)
-        tail.num_done = end
+        self._release(tail, tail.passed_before(end - tail.num_needed))
+        entries = filter(None, (self._tiers.catalog.get(page.block_hash) for page in pages))
+        tail.go_on(end, min((entry.computed_at for entry in entries), default=0.0))
         return end
 
     def compute_end(self, chain: Chain, first: int) -> int | None:
@@ -157,27 +181,19 @@ class Tails:
 
     def _give_up(self, tail: Tail) -> None:
         """Have a request compute all its tokens from where it is."""
-        needed = tail.needed(tail.hit_end)
+        needed, num_kinds = tail.needed(tail.hit_end), len(tail.kinds)
         tail.hit_end, tail.disk_until = 0, []
         self._recalls.forget(tail)
-        self._release(tail, needed.start // len(tail.kinds), needed.stop // len(tail.kinds))
-
-    def lacking(self, tail: Tail, first: int, end: int) -> list[int]:
-        """Return the pages that a request lacks to compute the blocks `[first, end)`."""
-        tail.extend(end)
-        pages = tail.pages_of(first, end)
-        return [index for index in pages if tail.blocks[index] is NO_PAGE]
+        self._release(tail, range(needed.start // num_kinds, needed.stop // num_kinds))
 
     def complete(self, tail: Tail, end: int) -> Iterator[int]:
         """Note that the blocks before `end` were computed; yield the pages of those to be kept."""
-        for block in tail.kept_within(max(tail.num_done, tail.first_held), end):
+        for block in tail.completed(end):
             yield from self._private(tail, block)
-        tail.num_done = max(tail.num_done, end)
 
     def last(self, tail: Tail) -> Iterator[int]:
         """Yield the last pages that a request has computed, behind which another may go on."""
-        end = min(tail.num_done, len(tail.of.hashes))
-        return self.computed(tail, end - tail.reach)
+        return self.computed(tail, tail.last_end - tail.reach)
 
     def computed(self, tail: Tail, first: int) -> Iterator[int]:
         """Yield the pages from block `first` on that a request has computed and not published."""
@@ -200,9 +216,9 @@ class Tails:
             last = tail.hashes[tail.needed(tail.hit_end).stop - len(tail.kinds)]
             if (entry := self._tiers.catalog.get(last)) is not None:
                 entry.num_continued += 1
-        if chain.num_present > tail.hit_end:
-            tail.junction = chain.num_present
-            tail.kept_ends.add(tail.junction)
+        if (left_at := tail.floor(chain.num_present)) > tail.hit_end:
+            tail.junction = left_at
+            tail.keep_at(left_at)
 
     def superseded(self, tail: Tail) -> list[BlockHash]:
         """Return the kept pages that a request has gone on past, and that no other may need.
@@ -212,7 +228,7 @@ class Tails:
         """
         get, superseded = self._tiers.catalog.get, self._tiers.catalog.superseded
         found = list[BlockHash]()
-        end = min(tail.num_done, len(tail.of.hashes))
+        end = tail.last_end
         kept_from = end - tail.reach
         reaches = {place - 1: tail.reach_of(place) for place in tail.kept_between(0, end)}
         for block in sorted({*self._kept_blocks(tail, end), *reaches}, reverse=True):
@@ -231,7 +247,13 @@ class Tails:
 
         Of as many blocks as a hit needs one is looked at, and those around it where it has pages.
         """
-        get, step, found = self._tiers.catalog.get, tail.num_needed, set[int]()
+        get, found = self._tiers.catalog.get, set[int]()
+        if isinstance(tail, StateTail):
+            places = [place for place in tail.possible(range(end + 1)) if place]
+            parts = [tail.needed(place).start for place in places]
+            known = (get(tail.hashes[index]) for index in parts)
+            return {place - 1 for place, it in zip(places, known, strict=True) if it is not None}
+        step = tail.num_needed
         for one in range(end % step, end, step):
             for run in range(one, end), range(one - 1, -1, -1):
                 for block in run:
@@ -246,26 +268,20 @@ class Tails:
         Those of a hit that is still being loaded are held, and those of blocks that are not in the
         chain yet. If the chain may have no more blocks, all that are computed count.
         """
-        can_grow = len(tail.of.hashes) < tail.of.max_blocks
-        self._pass(tail, (tail.num_done if can_grow else num_computed) - tail.reach)
-
-    def _pass(self, tail: Tail, end: int) -> None:
-        """Release the pages of the blocks before `end`; the request needs none of them again."""
-        self._release(tail, tail.first_held, end)
-        tail.first_held = max(tail.first_held, end)
+        self._release(tail, tail.passed(num_computed))
 
     def end(self, tail: Tail) -> None:
         """Forget what a request holds, which is released together with its blocks."""
-        tail.blocks, tail.hit_end, tail.num_done, tail.first_held = [], 0, 0, 0
-        for table in tail.tables:
-            del table[:]
+        tail.end()
         tail.row.begin(bytearray([State.COMPUTE]) * len(tail.hashes))
 
-    def _release(self, tail: Tail, first: int, end: int) -> None:
-        """Release the pages of the blocks `[first, end)`, the last ones first."""
+    def _release(self, tail: Tail, blocks: Collection[int]) -> None:
+        """Release the pages of some blocks, the last ones first."""
         pages = list[Block]()
-        for index in reversed(tail.pages_of(max(0, first), max(0, end))):
-            if tail.blocks[index] is not NO_PAGE:
-                pages.append(tail.blocks[index])
-                tail.blocks[index] = NO_PAGE
+        for block in sorted(blocks, reverse=True):
+            for index in reversed(tail.pages_of(block, block + 1)):
+                if tail.blocks[index] is not NO_PAGE:
+                    pages.append(tail.blocks[index])
+                    tail.blocks[index] = NO_PAGE
+        tail.note_released(blocks)
         self._tiers.device.release(pages, after=self._tiers.device_link.num_steps)

@@ -307,6 +307,17 @@ class Tiers:
         self.catalog.forget(block_hash, reason)
         return had
 
+    def replace(self, hashes: Sequence[BlockHash]) -> None:
+        """Drop pages from all tiers, since others with the same hashes were computed anew."""
+        for block_hash in hashes:
+            for tier, pool in self.pools.items():
+                if pool.drop(block_hash) is not None:
+                    self.counters.evictions[f"{tier},replaced"] += 1
+            self.catalog.forget(block_hash, EVICTED[Tier.DEVICE])
+        if self.store is not None:
+            self.store.delete(hashes, "replaced")
+            self.presence.discard(hashes)
+
     def drop_copy(self, tier: Tier, block_hash: BlockHash) -> bool:
         """Make the copy in one tier unreachable for an operator; return whether there was one.
 

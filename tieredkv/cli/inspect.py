@@ -57,9 +57,9 @@ def inspect(
     ID is one of `ls`, or the first digits of a block's hash. The chain is shown from its first
     block to the last one that ID names: the tiers that have each block, how it is compressed, how
     old it is, when it was used, and until when it lives. Tokens are never shown, since no tier
-    stores them. Of a model whose layers have sliding windows, `anchor` is shown behind the blocks
-    where a later request may go on, as the tiers have all that the windows need there; to find
-    these reads the whole index.
+    stores them. Of a model with sliding windows or recurrent layers, `anchor` is shown behind the
+    blocks where a later request may go on, as the tiers have all that these need there; to find
+    them reads the whole index.
 
     With --prompt-file, the answer is what a request with this prompt would find in each tier, where
     it diverges from what is stored and why, and its time to the first token as planned. The file

@@ -60,7 +60,7 @@ def _size(name: str, default: str, what: str) -> Any:
 
 MODEL = click.option(
     "--model",
-    help="Model whose tokens are meant, as for `serve`. Its sliding windows are replayed, too,"
+    help="Model whose tokens are meant, as for `serve`. Its windows or states are replayed, too,"
     " unless --bytes-per-token is given.",
 )
 BLOCK_TOKENS = click.option(
@@ -153,8 +153,8 @@ def replay(trace: Path, block_tokens: int | None, rates: Path | None, **options:
     For programs:
       zcat trace.jsonl.gz | tieredkv replay - --json
 
-    Of a model whose layers have sliding windows, a request goes on only where the tiers also have
-    the pages that the windows need there, which take room beside the blocks.
+    Of a model with sliding windows or recurrent layers, a request goes on only where the tiers also
+    have the pages that these need there, which take room beside the blocks.
 
     Requests are served at the times of the trace, and moving a block takes no time. What they
     generate is not cached. Ctrl-C ends the replay with the figures so far, and exit code 1.

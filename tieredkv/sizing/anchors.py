@@ -27,13 +27,17 @@ class AnchorSize(NamedTuple):
 
     Attributes:
         num_kinds: how many pages a block has beside its own.
-        window: the longest window in tokens.
+        window: the longest window in tokens; 1 of a recurrent state, which is kept with one block.
         block_size: tokens of a block of the server.
+        num_spare: blocks before those needed whose pages are kept as well.
+        grid_tokens: at multiples of so many tokens there are anchors.
     """
 
     num_kinds: int
     window: int
     block_size: int
+    num_spare: int = SPARE_BLOCKS
+    grid_tokens: int = 1
 
     @property
     def needed_tokens(self) -> int:
@@ -43,11 +47,12 @@ class AnchorSize(NamedTuple):
     @property
     def kept_tokens(self) -> int:
         """Of how many tokens pages are kept, but at intervals, where only those needed are."""
-        return self.needed_tokens + SPARE_BLOCKS * self.block_size
+        return self.needed_tokens + self.num_spare * self.block_size
 
     @property
     def _interval(self) -> Interval:
-        return Interval.of(self.num_kinds * self.needed_tokens // self.block_size, self.block_size)
+        num_pages = self.num_kinds * self.needed_tokens // self.block_size
+        return Interval.of(num_pages, self.block_size, max(1, self.grid_tokens // self.block_size))
 
     @property
     def interval_tokens(self) -> int:
@@ -58,6 +63,20 @@ class AnchorSize(NamedTuple):
     def uses_intervals(self) -> bool:
         """Whether the anchors at intervals are used whenever their conversation is."""
         return self._interval.is_used
+
+    def place(self, num_blocks: int, block_tokens: int) -> int:
+        """Return behind how many of some blocks there is the last place for an anchor."""
+        num_tokens = num_blocks * block_tokens
+        return (num_tokens - num_tokens % self.grid_tokens) // block_tokens
+
+    def places(self, end: int, block_tokens: int) -> set[int]:
+        """Return where anchors are made of a part of a prompt that ends behind so many blocks.
+
+        Without spare blocks there is one more before the last place.
+        """
+        last = self.place(end, block_tokens)
+        before = self.place(last - 1, block_tokens) if last and not self.num_spare else 0
+        return {last, before} - {0}
 
     def num_bytes(self, token_bytes: int) -> int:
         """Return the bytes of an anchor, if a token has so many in a page."""
@@ -78,9 +97,12 @@ class AnchorSize(NamedTuple):
 
 
 def anchor_size(spec: KVSpec) -> AnchorSize | None:
-    """Return what is kept for an anchor of a model; None if no layer has a window."""
+    """Return what is kept for an anchor of a model; None if all layers attend to all tokens."""
     if not (kinds := tail_kinds(spec)):
         return None
+    if spec.states:
+        grid_tokens = spec.grid_blocks * spec.block_size
+        return AnchorSize(len(kinds), 1, spec.block_size, num_spare=0, grid_tokens=grid_tokens)
     window = max(layer.window or 0 for layer in spec.layers)
     return AnchorSize(len(kinds), window, spec.block_size)
 
@@ -127,10 +149,10 @@ class Anchors:
         tiers.begin(now)
         prompt = cast("Sequence[BlockHash]", request.hash_ids)
         num_there = next((i for i, it in enumerate(prompt) if not tiers.has(it)), len(prompt))
-        hit_end = min(num_there, (request.input_length - 1) // self._block_tokens)
-        needed_tokens = self._size.needed_tokens
+        most, place = min(num_there, (request.input_length - 1) // self._block_tokens), self._place
+        hit_end, needed_tokens = place(most), self._size.needed_tokens
         while not all(tiers.has(page) for page, _ in self._pages(chain, hit_end, needed_tokens)):
-            hit_end -= 1
+            hit_end = place(hit_end - 1)
         ends = self._ends(request, hit_end, num_there)
         needed = dict(self._pages(chain, hit_end, needed_tokens))
         pages_of = defaultdict[int, dict[BlockHash, None]](dict)  # by the place of their block
@@ -163,22 +185,27 @@ class Anchors:
             hit_end: behind how many blocks it goes on.
             num_there: how many were there.
         """
-        ends = {min(len(request.hash_ids), request.input_length // self._block_tokens)}
+        end = min(len(request.hash_ids), request.input_length // self._block_tokens)
+        ends = self._size.places(end, self._block_tokens)
         if request.answer_hash_ids:
-            ends.add(len(request.chain))
+            ends.add(self._place(len(request.chain)))
         if hit_end:
             last = request.hash_ids[hit_end - 1]
             self._num_continued[last] += 1
             if self._num_continued[last] >= SEVERAL:
                 ends.add(hit_end)
-        if num_there > hit_end:
-            self._num_continued[request.hash_ids[num_there - 1]] = SEVERAL
-            ends.add(num_there)
+        if (left_at := self._place(num_there)) > hit_end:
+            self._num_continued[request.hash_ids[left_at - 1]] = SEVERAL
+            ends.add(left_at)
         chain, kept = request.chain, dict[int, int]()
         for end in range(self._interval, len(chain) + 1, self._interval):
             if end > hit_end or chain[end - 1] in self._kept:
                 kept[end] = self._size.needed_tokens
         return kept | dict.fromkeys(ends - {0}, self._size.kept_tokens)
+
+    def _place(self, num_blocks: int) -> int:
+        """Return the last place for an anchor behind so many blocks."""
+        return self._size.place(num_blocks, self._block_tokens)
 
     def _keep(self, chain: Sequence[int], ends: Mapping[int, int]) -> None:
         """Keep the anchors of a request, and have those evicted first that it has gone on past."""

@@ -1,0 +1,268 @@
+"""The recurrent state of one request, beside the chain of its blocks.
+
+A model with recurrent layers keeps of all tokens before a place one state, which has the size of
+many blocks. A running request has it in pages of its own, and the state changes with each step. At
+some places it is copied to further pages, those of the last block before the place, from which
+later requests may go on.
+"""
+
+import math
+from array import array
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tieredkv.cache.block import Block
+from tieredkv.cache.chain import Chain
+from tieredkv.cache.tail import NO_PAGE, Interval, Tail, hit_pages, tail_kinds
+from tieredkv.errors import IntegrityError
+from tieredkv.types import HashAlgo, KVSpec
+
+ZEROS = -1
+"""Stands for a page of zeros that is copied from."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class StateTail(Tail):
+    """The state of a request at its places, and the pages in which it has it while it runs.
+
+    A copy is made before the step in which the request goes on, when the host knows all tokens
+    before it. Behind its prompt a request keeps one copy, which it moves on as it generates.
+
+    Attributes:
+        state: the pages of the state itself.
+        num_prompt_blocks: blocks of the prompt; behind them, each place is kept until the next.
+        at: the number of blocks behind which the state stands; None if it is within a block.
+        copied_at: the same for the last copy; 0 if there is none.
+        copies: pages to be copied before the request's next step, from and to.
+        computed_at: when the pages were computed from which the request went on, the earliest of
+            them; infinite if it computed all tokens.
+    """
+
+    state: list[Block] = field(default_factory=list)
+    num_prompt_blocks: int = 0
+    at: int | None = 0
+    copied_at: int = 0
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    computed_at: float = math.inf
+    _held: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        Tail.__post_init__(self)
+        self.tables = []  # no step reads what is kept
+
+    @property
+    def num_private(self) -> int:
+        """How many pages a request holds for itself as long as it runs."""
+        return len(self.kinds)
+
+    @property
+    def pages_beside(self) -> int:
+        """How many pages a request needs beside each block that it computes."""
+        return 0
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether a request can go on without the pages that it lacks: a copy may be left out."""
+        return True
+
+    @property
+    def reach(self) -> int:
+        """Of how many of the last blocks before a place pages are kept."""
+        return self.num_needed
+
+    @property
+    def num_held(self) -> int:
+        """How many pages the request holds."""
+        return len(self.state) + len(self._held) * len(self.kinds)
+
+    @property
+    def state_ids(self) -> "array[int]":
+        """The pages of the state itself, as a model takes them."""
+        return array("i", [page.block_id for page in self.state])
+
+    def keep_at(self, end: int, *, is_end: bool = False) -> None:
+        """Do as `Tail.keep_at`; where a part of the prompt ends, keep the place before it, too."""
+        Tail.keep_at(self, end)
+        if is_end and self.floor(end) > self.grid:
+            self.kept_ends.add(self.floor(end) - self.grid)
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Return the pages to be copied before the step that is about to be issued."""
+        copies, self.copies = self.copies, []
+        return copies
+
+    def step_end(self, start: int, end: int, block_size: int, *, is_last: bool) -> int:
+        """Return where a step has to end so that a copy can be made, or be made if it is the last.
+
+        That is the first place to be kept, or any place where the request does not end.
+        """
+        first, last = start // block_size, -(-end // block_size)
+        if self.hit_end <= first:
+            for place in self.kept_between(first, last - 1):
+                return place * block_size
+        place = self.floor(end // block_size) * block_size
+        return end if is_last or place <= start else place
+
+    def begin(self, hit_end: int, num_blocks: int) -> None:
+        """Begin for a request that goes on behind `hit_end` blocks, with a state of zeros."""
+        Tail.begin(self, hit_end, num_blocks)
+        self.at, self.copied_at, self.computed_at = 0, 0, math.inf
+
+    def hold_state(self, pages: Sequence[Block]) -> None:
+        """Take the pages of the state itself."""
+        self.state = [*pages]
+        self.copies = [(ZEROS, page.block_id) for page in pages]
+
+    def hold(self, index: int, block: Block) -> None:
+        """Hold a page of a place."""
+        self.blocks[index] = block
+        self._held.add(index // len(self.kinds))
+
+    def extend(self, num_blocks: int) -> None:
+        """Make room for the pages of so many blocks."""
+        self.blocks += [NO_PAGE] * (num_blocks * len(self.kinds) - len(self.blocks))
+
+    def lacking(self, first: int, end: int) -> list[int]:
+        """Return the pages that the request lacks to copy its state before the next step."""
+        self.extend(end)
+        if not (place := self._wanted):
+            return []
+        if self.copied_at - 1 in self._held and not self._is_kept(self.copied_at):
+            self._move(self.copied_at, place)
+        return [index for index in self.needed(place) if self.blocks[index] is NO_PAGE]
+
+    def note_held(self) -> None:
+        """Have the state copied before the next step, if that is wanted and the pages are held."""
+        if (place := self._wanted) and place - 1 in self._held:
+            self.copied_at = place
+            pages = (self.blocks[index].block_id for index in self.needed(place))
+            self.copies = [*zip(self.state_ids, pages, strict=True)]
+
+    @property
+    def _wanted(self) -> int:
+        """The place where the state stands, if it is to be copied there; else 0."""
+        place = self.at or 0
+        if self.copies or place <= self.hit_end or not self._is_new(place):
+            return 0
+        return place if place > self.num_prompt_blocks or self._is_kept(place) else 0
+
+    def _is_new(self, place: int) -> bool:
+        """Return whether this is a place of which no copy was made yet."""
+        is_place = 0 < place <= len(self.of.hashes) and place == self.floor(place)
+        return is_place and place > self.copied_at
+
+    def _is_kept(self, place: int) -> bool:
+        return bool(self.kept_between(place - 1, place))
+
+    def _move(self, place: int, later: int) -> None:
+        """Have the pages of a copy be those of a later one."""
+        for old, new in zip(self.needed(place), self.needed(later), strict=True):
+            self.blocks[new], self.blocks[old] = self.blocks[old], NO_PAGE
+        self._held.discard(place - 1)
+        self._held.add(later - 1)
+
+    def note_computed(self, end: int, *, has_rest: bool) -> None:
+        """Note that a step was issued that computes the blocks before `end`, and maybe more."""
+        self.at = None if has_rest else end
+
+    def completed(self, end: int) -> list[int]:
+        """Note that the blocks before `end` were computed; return those whose pages are kept."""
+        is_made = self.copied_at - 1 in self._held and self._is_kept(self.copied_at)
+        self.num_done = max(self.num_done, end)
+        return [self.copied_at - 1] if is_made else []
+
+    @property
+    def last_end(self) -> int:
+        """Behind how many blocks another request may go on from the last pages that are held."""
+        return min(self.copied_at or self.floor(self.found_end), len(self.of.hashes))
+
+    def note_released(self, blocks: Iterable[int]) -> None:
+        """Note that the request holds no page of these blocks any more."""
+        self._held.difference_update(blocks)
+
+    def go_on(self, end: int, computed_at: float) -> None:
+        """Note that the request goes on from the state behind so many blocks, which it has found.
+
+        Args:
+            end: the number of blocks.
+            computed_at: when that state was computed.
+        """
+        self.num_done = self.at = end
+        self.computed_at = computed_at
+        pages = (self.blocks[index].block_id for index in self.needed(end))
+        self.copies = [*zip(pages, self.state_ids, strict=True)]
+
+    def first_computed_at(self, now: float) -> float:
+        """Return when what is computed now was computed, with what it was continued from.
+
+        A state holds all tokens before it, so that it is as old as the oldest of them.
+        """
+        return min(now, self.computed_at)
+
+    def passed(self, num_computed: int) -> Collection[int]:
+        """Return the blocks whose pages the request needs no more."""
+        passed = self._held - {self.hit_end - 1}
+        if not self._is_kept(self.copied_at):
+            passed.discard(self.copied_at - 1)
+        return passed
+
+    def passed_before(self, end: int) -> Collection[int]:
+        """Return the blocks before `end` of which pages are held: none but those of places."""
+        return ()
+
+    def hand_over(self) -> None:
+        """Have the pages of the state be those of the place where it stands, as a request ends."""
+        if (place := self.at) is not None and not self.copies and self._is_new(place):
+            self.extend(place)
+            for index, page in zip(self.needed(place), self.state, strict=True):
+                self.hold(index, page)
+            self.state, self.copied_at = [], place
+
+    def with_pages(self, blocks: Sequence[Block]) -> list[Block]:
+        """Return what the request holds: its state, then its blocks, each behind its pages."""
+        found, num_kinds = [*self.state], len(self.kinds)
+        for index in reversed(range(len(blocks))):
+            if index in self._held:
+                found += self.blocks[index * num_kinds : (index + 1) * num_kinds]
+            found.append(blocks[index])
+        return found
+
+    def end(self) -> None:
+        """Forget what the request holds."""
+        Tail.end(self)
+        self.state, self.copies, self._held = [], [], set()
+        self.at, self.copied_at = 0, 0
+
+    def check(self) -> None:
+        """Raise IntegrityError if a page that is held is not that of its place."""
+        if len(self.row) != len(self.hashes):
+            raise IntegrityError(f"{len(self.hashes)} pages have {len(self.row)} states")
+        if any(page.ref_count < 1 or page.block_hash is not None for page in self.state):
+            raise IntegrityError("a page of a running request's state is not its own")
+        held = {block for block in self._held for _ in self.kinds}
+        found = {i // len(self.kinds) for i, it in enumerate(self.blocks) if it is not NO_PAGE}
+        if found != held:
+            raise IntegrityError(f"pages of the blocks {found} are held, and {held} are known")
+        for index, block in enumerate(self.blocks):
+            if block is NO_PAGE:
+                continue
+            if block.ref_count < 1:
+                raise IntegrityError(f"{block} is a part of a state, but not held")
+            if block.block_hash is not None and not self.has_at(index, block.block_hash):
+                raise IntegrityError(f"{block} is not page {index} of the chain")
+
+
+def tails_of(spec: KVSpec, algo: HashAlgo) -> Callable[[Chain], Tail] | None:
+    """Return what makes the further pages of a chain; None if a model has none."""
+    if not (kinds := tail_kinds(spec)):
+        return None
+    interval = Interval.of(hit_pages(spec), spec.block_size, spec.grid_blocks)
+
+    def make(chain: Chain) -> Tail:
+        if not spec.states:
+            return Tail.beside(chain, kinds, interval, algo)
+        tail = StateTail.beside(chain, kinds, interval, algo, spec.grid_blocks)
+        tail.num_prompt_blocks = len(chain.hashes)
+        return tail
+
+    return make
