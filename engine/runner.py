@@ -100,7 +100,9 @@ class ModelRunner:
         buffers = self.buffers
         layout = Layout(rows, buffers.kinds, self.limits.max_num_seqs)
         if copies := [pair for row in rows for pair in row.copies]:
-            pages = torch.tensor(copies, dtype=torch.int32).to(self._pages.device)
+            # From pinned memory, since a copy from any other would wait for the steps before.
+            pages = torch.tensor(copies, dtype=torch.int32, pin_memory=self._pages.is_cuda)
+            pages = pages.to(self._pages.device, non_blocking=True)
             states.copy_pages(self._pages, *pages.T.contiguous())
         changes = buffers.tables.update(rows)
         graph = find_graph(self.graphs, layout)
