@@ -268,6 +268,18 @@ def test_pages_that_have_expired_are_no_hit_though_their_blocks_were_used_since(
         assert (usage.cached_tokens, usage.miss_reason) == (0, "no_anchor")
 
 
+def test_a_session_that_outlives_its_limit_is_computed_anew_once(every: Path) -> None:
+    text, num_cold = tokens(100, seed=43), 0
+    with open_llm(every) as llm:
+        clock = llm.core.parts.tiers.clock
+        for turn in range(24):  # for 92 minutes, of which a block lives 60
+            answer, usage = generate(llm, text, n=4)
+            num_cold += usage.cached_tokens < len(text) - 192
+            text += answer + tokens(30, seed=turn)
+            clock.advance_to(clock.now() + 240)
+    assert num_cold == 1
+
+
 def test_a_request_whose_blocks_are_not_kept_holds_no_more_pages_than_others(every: Path) -> None:
     with open_llm(every) as llm:
         device, most = llm.core.parts.tiers.device, list[int]()

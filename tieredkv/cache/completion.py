@@ -81,6 +81,8 @@ class Completion:
         for index in computed:
             if blocks[index].source is not None:
                 chain.row.why_computed.setdefault(index, COMPUTED_SOONER)
+        if chain.tail is not None:
+            self._replace_older(chain, computed)
         self._fill(blocks[index] for index in computed)
         hashed = [index for index in computed if blocks[index].block_hash is not None]
         now = self._tiers.clock.now()
@@ -100,6 +102,29 @@ class Completion:
             for index in part
         ]
         self._note_computed(chain, entries, hashed)
+
+    def _replace_older(self, chain: Chain, computed: Sequence[int]) -> None:
+        """Have blocks that were computed again take the places of those that would expire too soon.
+
+        A request without an anchor computes blocks that the tiers have. Where such a block is older
+        than the one before it, it would expire first, and no request could go on behind it.
+        """
+        tiers, blocks, hashes = self._tiers, chain.blocks, chain.hashes
+        get, older, is_new = tiers.catalog.get, list[int](), -1
+        for index in computed:
+            known, before = get(hashes[index]), get(hashes[index - 1]) if index else None
+            if blocks[index].block_hash is not None:
+                is_new = index
+            elif known is not None and (
+                is_new == index - 1
+                or (before is not None and known.computed_at < before.computed_at)
+            ):
+                older.append(index)
+                is_new = index
+        if older:
+            tiers.replace([hashes[index] for index in older])
+        for index in older:
+            tiers.device.insert(blocks[index], hashes[index], chain.tenant)
 
     def keep(self, tail: Tail, end: int) -> None:
         """Have a running request keep its pages before `end`, up to which it has yet to compute."""
