@@ -141,7 +141,8 @@ def _config_reasons(config: PreTrainedConfig, kind: str, context_len: int) -> Re
     if config.model_type in _RECURRENT_TYPES:
         kinds -= {"linear_attention"}
     for kind_of_layer in sorted(kinds - _PARTIAL_LAYERS):
-        yield True, f"it has `{kind_of_layer}` layers, and only full attention is paged"
+        served = "full attention, windows and the gated delta rule"
+        yield True, f"it has `{kind_of_layer}` layers, and only {served} are served"
     size = told("sliding_window")
     is_used = "sliding_attention" in kinds or not (size is None or told("layer_types"))
     what = f"`sliding_window` = {size} in its config is not a number of tokens"

@@ -16,6 +16,7 @@ from tieredkv.engine.loader import find_model
 from tieredkv.engine.suitability import check_config, probe_attention
 from tieredkv.errors import ModelError
 from tieredkv.kernels.partition import Latent
+from tieredkv.types import StateShape
 
 SMALL = {
     "vocab_size": 300,
@@ -50,6 +51,8 @@ def examine(
         ("gemma2", {"layer_types": FULL}),
         ("deepseek_v32", {"num_key_value_heads": 4}),
         ("qwen3_next", {}),
+        ("nemotron_h", {}),
+        ("falcon_h1", {}),
         ("llama4_text", {"attention_chunk_size": 64}),
         ("llama", {"hidden_act": "sliu"}),
         ("gemma", {"hidden_activation": "nope"}),
@@ -132,8 +135,14 @@ def test_every_known_shape_can_be_served(shape: str) -> None:
     table = json.loads((SHAPES / f"{shape}.json").read_text())
     config = AutoConfig.from_pretrained(SHAPES / f"{shape}.json")
     check_config(shape, config, 4096)
-    found = [*attention_layers(probe_attention(shape, config, 4096)).values()]
-    assert [layer.source for layer in found] == list(range(table["num_hidden_layers"]))
+    layers = probe_attention(shape, config, 4096)
+    found = [*attention_layers(layers).values()]
+    assert len(layers) == table["num_hidden_layers"]
+    every = table.get("full_attention_interval", 1)
+    assert [layer.source for layer in found] == list(range(every - 1, len(layers), every))
+    if every > 1:
+        heads, key_heads = table["linear_num_value_heads"], table["linear_num_key_heads"]
+        assert {*layers} - {*found} == {StateShape(heads, key_heads, 128, 128, 4)}
     if rank := table.get("kv_lora_rank"):
         rope_dim, key_dim, value_dim = (
             table[name] for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
