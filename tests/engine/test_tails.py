@@ -280,6 +280,24 @@ def test_a_session_that_outlives_its_limit_is_computed_anew_once(every: Path) ->
     assert num_cold == 1
 
 
+def test_blocks_that_would_not_expire_first_are_not_replaced_by_a_prompt_computed_again(
+    every: Path,
+) -> None:
+    prompt = tokens(205, seed=44)
+    with open_llm(every) as llm:
+        tiers = llm.core.parts.tiers
+        generate(llm, prompt, n=1)
+        before = {it.block_hash: it for it in tiers.catalog.entries()}
+        for entry in [entry for entry in before.values() if entry.kind]:
+            tiers.drop(entry.block_hash, "admin")
+        tiers.clock.advance_to(tiers.clock.now() + 60)
+        _, usage = generate(llm, prompt, n=1)
+        assert (usage.cached_tokens, usage.miss_reason) == (0, "no_anchor")
+        blocks = [entry for entry in tiers.catalog.entries() if not entry.kind]
+        assert len(blocks) == 12
+        assert all(before[entry.block_hash] is entry for entry in blocks)
+
+
 def test_a_request_whose_blocks_are_not_kept_holds_no_more_pages_than_others(every: Path) -> None:
     with open_llm(every) as llm:
         device, most = llm.core.parts.tiers.device, list[int]()

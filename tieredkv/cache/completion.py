@@ -110,17 +110,17 @@ class Completion:
         than the one before it, it would expire first, and no request could go on behind it.
         """
         tiers, blocks, hashes = self._tiers, chain.blocks, chain.hashes
-        get, older, is_new = tiers.catalog.get, list[int](), -1
+        get, older, last_new = tiers.catalog.get, list[int](), -2  # no block comes behind that
         for index in computed:
             known, before = get(hashes[index]), get(hashes[index - 1]) if index else None
             if blocks[index].block_hash is not None:
-                is_new = index
+                last_new = index
             elif known is not None and (
-                is_new == index - 1
+                last_new == index - 1
                 or (before is not None and known.computed_at < before.computed_at)
             ):
                 older.append(index)
-                is_new = index
+                last_new = index
         if older:
             tiers.replace([hashes[index] for index in older])
         for index in older:
