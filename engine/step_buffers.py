@@ -213,7 +213,8 @@ class StepBuffers:
         max_rows = self._spare_index = tables.num_requests
         parts = dict.fromkeys(("sources", "kept", "targets"), (torch.int64, max_tokens))
         num_page_kinds = len(tables.tensor)
-        parts["state_rows"] = torch.int32, max_rows * len(StateSpan._fields)
+        num_state_rows = max_rows if self.is_recurrent else 0
+        parts["state_rows"] = torch.int32, num_state_rows * len(StateSpan._fields)
         parts["cells"] = torch.int64, max_rows * num_page_kinds
         parts |= dict.fromkeys(("token_ids", "positions"), (torch.int32, max_tokens))
         parts["slots"] = torch.int32, max_tokens * num_page_kinds
@@ -243,7 +244,7 @@ class StepBuffers:
         self.sources = device["sources"]
         self.kept, self.targets = device["kept"], device["targets"]
         self.cells, self.block_ids = device["cells"], device["block_ids"]
-        self._state_rows = device["state_rows"].view(max_rows, len(StateSpan._fields))
+        self._state_rows = device["state_rows"].view(-1, len(StateSpan._fields))
         self.plans = [
             Plans(*(device[f"{name} {index}"] for name in Plans._fields))
             for index in range(len(kinds))
@@ -293,9 +294,10 @@ class StepBuffers:
         arrays["cells"][: len(cells)] = cells
         arrays["cells"][len(cells) :] = self.tables.spare_cell
         arrays["block_ids"][: len(cells)] = block_ids
-        num_ints = len(rows) * len(StateSpan._fields)
-        arrays["state_rows"][:num_ints] = [it for span in layout.state_spans for it in span]
-        arrays["state_rows"][num_ints:] = 0
+        if self.is_recurrent:
+            num_ints = len(rows) * len(StateSpan._fields)
+            arrays["state_rows"][:num_ints] = [it for span in layout.state_spans for it in span]
+            arrays["state_rows"][num_ints:] = 0
         if self.tables.copied is not None:
             for index, (heads, window, _) in enumerate(self.kinds):
                 shares = layout.shares[index]
@@ -316,9 +318,12 @@ class StepBuffers:
 
     def states(self, layout: "Layout") -> StepStates | None:
         """Return whose recurrent states a step changes that was written, if the model has any."""
+        if not self.is_recurrent:
+            return None
         spans = layout.state_spans
         longest = max((span.num_tokens for span in spans), default=0)
-        return self._states_of(StateRows(spans, self._state_rows[: len(spans)], longest))
+        rows = StateRows(spans, self._state_rows[: len(spans)], longest)
+        return StepStates(self.tables.states, rows)
 
     def any_states(self, num_tokens: int, *, is_decode: bool) -> StepStates | None:
         """Do as `states` does for whatever is written before a step is replayed.
@@ -327,11 +332,10 @@ class StepBuffers:
             num_tokens: of the step, at most.
             is_decode: whether no row has more than one token.
         """
-        rows = self._state_rows[: min(num_tokens, len(self._state_rows))]
-        return self._states_of(StateRows((), rows, 1 if is_decode else num_tokens))
-
-    def _states_of(self, rows: StateRows) -> StepStates | None:
-        return StepStates(self.tables.states, rows) if self.is_recurrent else None
+        if not self.is_recurrent:
+            return None
+        rows = StateRows((), self._state_rows[:num_tokens], 1 if is_decode else num_tokens)
+        return StepStates(self.tables.states, rows)
 
     def batches(self, layout: "Layout") -> tuple[list[Batch], list[Batch] | None]:
         """Return what attention needs for a step that was written, for each kind of layer.
