@@ -24,13 +24,14 @@ class KVDigests:
     def by_block(self, request: EngineRequest) -> dict[BlockHash, str]:
         """Return the xxh3_128 digests of a prompt's full blocks that are in VRAM, head to tail.
 
-        Behind them come the pages of layers with windows that a hit needs which ends behind these
-        blocks. What is on its way to VRAM is left out while some of its layers are.
+        Behind them come the pages of windows or of a state that a hit needs which ends behind them,
+        or at the last place before. What is on its way to VRAM is left out while some of its layers
+        are.
         """
         chain = self._chains.make(request, request.prompt_token_ids)
         hashes = chain.hashes
         if chain.tail is not None:
-            needed = chain.tail.needed(len(hashes))
+            needed = chain.tail.needed(chain.tail.floor(len(hashes)))
             hashes = hashes + chain.tail.hashes[needed.start : needed.stop]
         return {
             block_hash: xxhash.xxh3_128_hexdigest(self._device_blocks[block_id].cpu().numpy().data)

@@ -10,12 +10,11 @@ import importlib.metadata
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tieredkv.kernels import state_reference
 from tieredkv.kernels.state_layout import LayerState, StateRows, StateSpan
-from tieredkv.kernels.state_reference import find_pieces, view_pieces
+from tieredkv.kernels.state_reference import find_pieces, gates, view_pieces
 from tieredkv.types import StateShape
 
 VERSION = "0.6"
@@ -54,8 +53,7 @@ def delta_rule(
     heads = shape.num_key_heads, shape.num_key_heads, shape.num_heads
     parts = zip(mixed[own].split(sizes, dim=1), heads, strict=True)
     q, k, v = (part.unflatten(1, (count, -1))[None].contiguous() for part, count in parts)
-    decay = -a_log.float().exp() * F.softplus(a[own].float() + dt_bias.float())
-    beta = b[own].float().sigmoid() * beta_scale
+    beta, decay = gates(a[own], b[own], a_log, dt_bias, beta_scale)
     where = find_pieces(state, span, slice(0, shape.num_heads))
     pieces = view_pieces(state)
     states = pieces[where].view(1, shape.num_heads, shape.key_dim, shape.value_dim)

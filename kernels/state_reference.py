@@ -75,12 +75,22 @@ def delta_rule(
         for first in range(span.first_token, end, step):
             own = slice(first, min(end, first + step))
             q, k, v = split_heads(mixed[own], shape)
-            beta = (b[own].float().sigmoid() * beta_scale).T
-            decay = (-a_log.float().exp() * F.softplus(a[own].float() + dt_bias.float())).T
-            read, states = update(q, k, v, beta, decay, states)
+            beta, decay = gates(a[own], b[own], a_log, dt_bias, beta_scale)
+            read, states = update(q, k, v, beta.T, decay.T, states)
             out[own] = read.transpose(0, 1).to(mixed.dtype)
         view_pieces(state)[where] = states.flatten(1)
     return out
+
+
+def gates(
+    a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, beta_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return how much tokens change the states, and the logarithms of how much of them they leave.
+
+    Both are [num_tokens, num_heads] float32; see `states.delta_rule` for the arguments.
+    """
+    decay = -a_log.float().exp() * F.softplus(a.float() + dt_bias.float())
+    return b.float().sigmoid() * beta_scale, decay
 
 
 def split_heads(mixed: Tensor, shape: StateShape) -> tuple[Tensor, Tensor, Tensor]:

@@ -65,7 +65,7 @@ class Tails:
         Of each place one part is asked for, and the others where that one is there.
         """
         parts = [tail.needed(end).start for end in ends if end]
-        absent = self.absent(tail, parts, [tail.hashes[index] for index in parts])
+        absent = self._absent(tail, parts, [tail.hashes[index] for index in parts])
         for index in reversed(parts):
             block = index // len(tail.kinds)
             if tail.hashes[index] not in absent and not self._missing(tail, [block]):
@@ -76,11 +76,11 @@ class Tails:
         """Return those of these blocks some of whose pages no tier has."""
         pages = [index for each in blocks for index in tail.pages_of(each, each + 1)]
         hashes = tail.hashes_of(blocks)
-        absent = self.absent(tail, pages, hashes)
+        absent = self._absent(tail, pages, hashes)
         lacking = zip(pages, hashes, strict=True)
         return sorted({index // len(tail.kinds) for index, it in lacking if it in absent})
 
-    def absent(
+    def _absent(
         self, tail: Tail, pages: Sequence[int], hashes: Sequence[BlockHash]
     ) -> set[BlockHash]:
         """Return which of these pages no tier has, by their hashes."""
