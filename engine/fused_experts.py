@@ -14,11 +14,14 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tieredkv.engine.experts import find_experts
-from tieredkv.engine.merged_weights import Linear, merge_linears
+from tieredkv.engine.merged_weights import Linear, merge_linears, merge_parameters
 from tieredkv.kernels import experts, layers
 from tieredkv.kernels.expert_layout import Experts, GateKind, RoutingRule
 
 logger = logging.getLogger(__name__)
+
+_ROUTER_ROWS = 8
+"""A router's rows are a multiple of this many if a gate is merged into it, as products like it."""
 
 _WITH_SHARED_EXPERTS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 """Families whose router chooses by sigmoids, and whose blocks have an MLP for all tokens too."""
@@ -60,8 +63,11 @@ class SparseMLP:
 
     Attributes:
         num_chosen: experts of a token.
+        router: has a row for each expert, then one for the gate of `shared`, if it has one; rows
+            behind these are zero.
         rule: how they are chosen and weighed.
         shared: an MLP that is added for all tokens, or None.
+        is_gated: whether `shared` has a gate.
     """
 
     router: Linear
@@ -69,12 +75,13 @@ class SparseMLP:
     num_chosen: int
     rule: RoutingRule
     shared: DenseMLP | None = None
+    is_gated: bool = False
 
     @classmethod
     def from_module(cls, mlp: Any) -> "SparseMLP":
         """Take the weights of a block of Qwen, gpt-oss, GLM or DeepSeek V3.
 
-        Nothing is copied but the matrices of shared experts, which are merged.
+        Nothing is copied but the matrices of shared experts and their gate, which are merged.
         """
         router = mlp.router if hasattr(mlp, "router") else mlp.gate
         found = find_experts(mlp.experts)
@@ -82,8 +89,14 @@ class SparseMLP:
         bias, correction = getattr(router, "bias", None), None
         if is_sigmoid := hasattr(router, "e_score_correction_bias"):
             correction = router.e_score_correction_bias.data
+        shared = getattr(mlp, "shared_experts", getattr(mlp, "shared_expert", None))
+        weight = router.weight.data
+        if is_gated := hasattr(mlp, "shared_expert_gate"):
+            gate = mlp.shared_expert_gate.weight
+            rest = weight.new_zeros(-(len(weight) + len(gate)) % _ROUTER_ROWS, weight.shape[1])
+            weight = merge_parameters([router.weight, gate, rest])
         return cls(
-            router=(router.weight.data, None if bias is None else bias.data),
+            router=(weight, None if bias is None else bias.data),
             experts=found,
             num_chosen=router.top_k,
             rule=RoutingRule(
@@ -92,19 +105,28 @@ class SparseMLP:
                 scale=float(getattr(router, "routed_scaling_factor", 1.0)),
                 bias=correction,
             ),
-            shared=DenseMLP.from_module(mlp.shared_experts) if is_sigmoid else None,
+            shared=None if shared is None else DenseMLP.from_module(shared),
+            is_gated=is_gated,
         )
 
-    def choose(self, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ids and weights of the experts of the normed rows."""
+    def score(self, normed: Tensor) -> Tensor:
+        """Return the router's logits for the normed rows, [num_tokens, rows of the router]."""
         weight, bias = self.router  # some families have a router in float32
-        logits = layers.linear(normed.to(weight.dtype), weight, bias)
-        return experts.route(logits, self.num_chosen, self.rule)
+        return layers.linear(normed.to(weight.dtype), weight, bias)
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ids and weights of the experts that logits choose."""
+        num_experts = len(self.experts.down)
+        return experts.route(logits[:, :num_experts], self.num_chosen, self.rule)
 
     def compute(self, normed: Tensor) -> Tensor:
         """Compute the experts of the normed rows, [num_tokens, hidden_size]."""
-        out = experts.compute_experts(normed, *self.choose(normed), self.experts)
-        if self.shared is not None:
+        logits = self.score(normed)
+        out = experts.compute_experts(normed, *self.choose(logits), self.experts)
+        if self.shared is not None and self.is_gated:
+            gate = logits[:, len(self.experts.down), None].sigmoid()
+            out.addcmul_(self.shared.compute(normed), gate)
+        elif self.shared is not None:
             self.shared.compute(normed, out)
         return out
 
@@ -112,7 +134,7 @@ class SparseMLP:
         """Add the experts to the residual stream, in place, and norm that for what comes next."""
         if self.shared is not None:
             self.shared.compute(normed, residual)
-        chosen = self.choose(normed)
+        chosen = self.choose(self.score(normed))
         return experts.add_experts(
             normed, *chosen, self.experts, residual=residual, norm=norm, eps=eps
         )

@@ -74,7 +74,7 @@ class _Layer:
         """
         rows, others = self.mlp.compute(normed[0]), None
         if self.sparse is not None:
-            chosen = self.sparse.choose(normed[2])
+            chosen = self.sparse.choose(self.sparse.score(normed[2]))
             others = experts.compute_experts(normed[1], *chosen, self.sparse.experts)
         scalar = self.scalar if self.own_input is None else None  # of the layer's last sum
         return Branch(rows, self.mlp_norm, others, self.own_norms, scalar)

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from tieredkv.config import Dtype, Fingerprint, Settings
-from tieredkv.engine import fused_gemma
+from tieredkv.engine import fused_gemma, fused_hybrid
 from tieredkv.engine.attention import (
     ATTENTION_NAME,
     AttentionLayer,
@@ -54,6 +54,7 @@ from tieredkv.engine.fingerprint import (
 from tieredkv.engine.fused import FusedModel
 from tieredkv.engine.fused_experts import fuse_experts
 from tieredkv.engine.fused_gemma import FusedGemma
+from tieredkv.engine.fused_hybrid import FusedHybrid
 from tieredkv.engine.fused_latent import fuse_latents
 from tieredkv.engine.fused_norms import fuse_norms
 from tieredkv.engine.latent import keep_latents
@@ -75,6 +76,9 @@ RANDOM_STD = 0.02
 
 _LOG_DECAYS = -7.0, -3.0
 """Range of the logarithms of decays: a state loses about 0.1 to 4 % with each token."""
+
+Fused = FusedModel | FusedGemma | FusedHybrid
+"""A model whose layers run in a few large steps."""
 
 _AUTO_MODEL: Any = AutoModelForCausalLM  # untyped in transformers
 
@@ -240,7 +244,7 @@ class LoadedModel(FoundModel):
     tokenizer: PreTrainedTokenizerBase
     fingerprint: bytes
     eos_token_ids: frozenset[int]
-    fused: FusedModel | FusedGemma | None
+    fused: Fused | None
 
     @contextlib.contextmanager
     def shortened(self, num_layers: int) -> Iterator["LoadedModel | None"]:
@@ -269,9 +273,13 @@ class LoadedModel(FoundModel):
             yield None
 
 
-def _fuse(model: PreTrainedModel, config: PreTrainedConfig) -> FusedModel | FusedGemma | None:
-    is_gemma = config.model_type in fused_gemma.FAMILIES
-    fused = (FusedGemma if is_gemma else FusedModel).from_model(model, config)
+def _fuse(model: PreTrainedModel, config: PreTrainedConfig) -> Fused | None:
+    kind: type[Fused] = FusedModel
+    if config.model_type in fused_gemma.FAMILIES:
+        kind = FusedGemma
+    elif config.model_type in fused_hybrid.FAMILIES:
+        kind = FusedHybrid
+    fused = kind.from_model(model, config)
     if fused is not None and fused.embedding.is_cuda:
         torch.cuda.empty_cache()  # what the matrices were merged from
     return fused

@@ -41,6 +41,11 @@ def keep_states(model: nn.Module) -> None:
             module.forward = partial(_forward, module, project)
 
 
+def find_projection(module: nn.Module) -> Callable[[Tensor], Projected]:
+    """Return how a recurrent module projects the tokens of a step, [num_tokens, hidden_size]."""
+    return partial(_PROJECTIONS[type(module).__name__], module)
+
+
 def state_shape(module: Any) -> StateShape:
     """Return the shape of what a recurrent module keeps."""
     heads = module.num_v_heads, module.num_k_heads, module.head_k_dim, module.head_v_dim

@@ -156,20 +156,39 @@ def _gate_mul_kernel(
 
 
 @triton.jit
+def _pair(
+    index, HALF_DIM: tl.constexpr, NUM_ANGLES: tl.constexpr, IS_PARTIAL: tl.constexpr
+):  # fmt: skip
+    """Return which two elements of a head are its pair of an index.
+
+    They are HALF_DIM apart. If IS_PARTIAL, those that are turned are the first ones of the head,
+    and NUM_ANGLES apart; the others have no partner, and are paired in order.
+    """
+    first, second = index, index + HALF_DIM
+    if IS_PARTIAL:
+        is_turned = index < NUM_ANGLES
+        first = tl.where(is_turned, index, index + NUM_ANGLES)
+        second = tl.where(is_turned, index + NUM_ANGLES, second)
+    return first, second
+
+
+@triton.jit
 def _rotate_and_store_kernel(
     qkv_ptr, cos_sin_ptr, positions_ptr, slot_mapping_ptr, k_cache_ptr, v_cache_ptr, head_norms_ptr,
     out_ptr, eps, offset, qkv_stride, cache_stride_block, cache_stride_token, cache_stride_head,
     BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    HAS_VALUES: tl.constexpr, HALF_DIM: tl.constexpr, NUM_ANGLES: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_VALUE_NORM: tl.constexpr, IS_ROUNDED_FIRST: tl.constexpr,
-    HEAD_TILE: tl.constexpr, HALF_TILE: tl.constexpr,
+    HAS_VALUES: tl.constexpr, HAS_GATES: tl.constexpr, HALF_DIM: tl.constexpr,
+    NUM_ANGLES: tl.constexpr, IS_PARTIAL: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_VALUE_NORM: tl.constexpr, IS_ROUNDED_FIRST: tl.constexpr, HEAD_TILE: tl.constexpr,
+    HALF_TILE: tl.constexpr,
 ):  # fmt: skip
     """Norm, rotate and store HEAD_TILE heads of a token: queries, then keys, then values.
 
-    Grid: (num_tokens, ceil((NUM_HEADS + 2 * NUM_KV_HEADS) / HEAD_TILE)). A head is held as its
-    two halves, because element i is rotated with element i + HALF_DIM, if i < NUM_ANGLES. Heads
-    past the last and elements past HALF_DIM are masked. Values are read from the keys unless
-    HAS_VALUES. Keys and values of a token with a negative slot are not stored.
+    Grid: (num_tokens, ceil((NUM_HEADS + 2 * NUM_KV_HEADS) / HEAD_TILE)). A head is held as the
+    first and the second elements of its pairs, of which NUM_ANGLES are turned; see `_pair`. Heads
+    past the last and pairs past HALF_DIM are masked. Gates behind queries are skipped. Values are
+    read from the keys unless HAS_VALUES. Keys and values of a token with a negative slot are not
+    stored.
     Bytes moved: 1 read and 1 write of qkv, and 1 read of the table's row.
     """
     # NOTE: what depends on nothing else is loaded first, so that memory is waited for twice only.
@@ -187,16 +206,19 @@ def _rotate_and_store_kernel(
     source_head = head
     if not HAS_VALUES:
         source_head = tl.where(head >= NUM_HEADS + NUM_KV_HEADS, head - NUM_KV_HEADS, head)
-    source = qkv_ptr + token * qkv_stride + source_head * (2 * HALF_DIM) + dim
-    raw_low = tl.load(source, mask=is_any, other=0.0)
-    raw_high = tl.load(source + HALF_DIM, mask=is_any, other=0.0)
+    if HAS_GATES:
+        source_head = tl.where(head < NUM_HEADS, 2 * head, source_head + NUM_HEADS)
+    first, second = _pair(dim, HALF_DIM, NUM_ANGLES, IS_PARTIAL)
+    source = qkv_ptr + token * qkv_stride + source_head * (2 * HALF_DIM)
+    raw_low = tl.load(source + first, mask=is_any, other=0.0)
+    raw_high = tl.load(source + second, mask=is_any, other=0.0)
     if HAS_NORM:
-        weight_low = tl.load(head_norms_ptr + dim, mask=is_real, other=0.0)
-        weight_high = tl.load(head_norms_ptr + HALF_DIM + dim, mask=is_real, other=0.0)
+        weight_low = tl.load(head_norms_ptr + first, mask=is_real, other=0.0)
+        weight_high = tl.load(head_norms_ptr + second, mask=is_real, other=0.0)
         if NUM_KV_HEADS > 0:
-            k_norm = head_norms_ptr + 2 * HALF_DIM + dim
-            k_low = tl.load(k_norm, mask=is_real, other=0.0)
-            k_high = tl.load(k_norm + HALF_DIM, mask=is_real, other=0.0)
+            k_norm = head_norms_ptr + 2 * HALF_DIM
+            k_low = tl.load(k_norm + first, mask=is_real, other=0.0)
+            k_high = tl.load(k_norm + second, mask=is_real, other=0.0)
             weight_low = tl.where(is_query, weight_low, k_low)
             weight_high = tl.where(is_query, weight_high, k_high)
     row = cos_sin_ptr + position * (2 * NUM_ANGLES) + dim
@@ -216,19 +238,49 @@ def _rotate_and_store_kernel(
     rotated_low = (low * cos - high * sin).to(dtype)
     rotated_high = (high * cos + low * sin).to(dtype)
 
-    out = out_ptr + (token * NUM_HEADS + head) * (2 * HALF_DIM) + dim
-    tl.store(out, rotated_low, mask=is_query)
-    tl.store(out + HALF_DIM, rotated_high, mask=is_query)
+    out = out_ptr + (token * NUM_HEADS + head) * (2 * HALF_DIM)
+    tl.store(out + first, rotated_low, mask=is_query)
+    tl.store(out + second, rotated_high, mask=is_query)
     if slot >= 0:
         slot_offset = (slot // BLOCK_SIZE) * cache_stride_block
         slot_offset += (slot % BLOCK_SIZE) * cache_stride_token
-        key = k_cache_ptr + slot_offset + (head - NUM_HEADS) * cache_stride_head + dim
-        tl.store(key, rotated_low, mask=is_key)
-        tl.store(key + HALF_DIM, rotated_high, mask=is_key)
+        key = k_cache_ptr + slot_offset + (head - NUM_HEADS) * cache_stride_head
+        tl.store(key + first, rotated_low, mask=is_key)
+        tl.store(key + second, rotated_high, mask=is_key)
         value_head = head - NUM_HEADS - NUM_KV_HEADS
-        value = v_cache_ptr + slot_offset + value_head * cache_stride_head + dim
-        tl.store(value, raw_low, mask=is_value)
-        tl.store(value + HALF_DIM, raw_high, mask=is_value)
+        value = v_cache_ptr + slot_offset + value_head * cache_stride_head
+        tl.store(value + first, raw_low, mask=is_value)
+        tl.store(value + second, raw_high, mask=is_value)
+
+
+@triton.jit
+def _gate_heads_kernel(
+    heads_ptr, gates_ptr, norm_ptr, out_ptr, eps, gate_token_stride, gate_head_stride,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+):  # fmt: skip
+    """Multiply HEAD_TILE heads of a token by their gates' activations; a norm comes before.
+
+    Grid: (num_tokens, ceil(NUM_HEADS / HEAD_TILE)). Heads past the last and elements past HEAD_DIM
+    are masked. Bytes moved: 2 reads and 1 write of the heads.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE))[:, None]
+    dim = tl.arange(0, DIM_TILE)[None, :]
+    mask = (head < NUM_HEADS) & (dim < HEAD_DIM)
+    target = (token * NUM_HEADS + head) * HEAD_DIM + dim
+    raw = tl.load(heads_ptr + target, mask=mask, other=0.0)
+    source = gates_ptr + token * gate_token_stride + head * gate_head_stride + dim
+    gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    rows, factor = raw.to(tl.float32), tl.sigmoid(gate)
+    if norm_ptr is None:
+        factor = factor.to(raw.dtype).to(tl.float32)
+    else:
+        weight = tl.load(norm_ptr + dim, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(rows * rows, axis=1)[:, None] / HEAD_DIM + eps)
+        rows = ((rows * scale).to(raw.dtype).to(tl.float32) * weight).to(raw.dtype).to(tl.float32)
+        factor = gate * factor
+    tl.store(out_ptr + target, (rows * factor).to(raw.dtype), mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -301,11 +353,14 @@ def rotate_and_store(
     slot_mapping: Tensor,
     cache: LayerCache,
     norms: HeadNorms | None,
+    has_gates: bool,
+    is_partial: bool,
 ) -> Tensor:
     """Launch the kernel; same contract as `layers.rotate_and_store`."""
     num_tokens = qkv.shape[0]
     block_size, num_kv_heads, head_dim = cache.k.shape[1:]
-    num_parts = (qkv.shape[1] // head_dim - num_heads) // num_kv_heads
+    num_others = qkv.shape[1] // head_dim - (2 * num_heads if has_gates else num_heads)
+    num_parts = num_others // num_kv_heads
     num_stored = num_kv_heads if num_parts else 0
     out = qkv.new_empty(num_tokens, num_heads, head_dim)
     half_tile = triton.next_power_of_2(head_dim // 2)
@@ -315,9 +370,23 @@ def rotate_and_store(
         qkv, cos_sin, positions, slot_mapping, *cache, None if norms is None else norms.weights,
         out, style.eps, style.offset, qkv.stride(0), *cache.k.stride()[:3], BLOCK_SIZE=block_size,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_stored, HAS_VALUES=num_parts == 2,
-        HALF_DIM=head_dim // 2, NUM_ANGLES=cos_sin.shape[1] // 2, HAS_NORM=norms is not None,
+        HAS_GATES=has_gates, HALF_DIM=head_dim // 2, NUM_ANGLES=cos_sin.shape[1] // 2,
+        IS_PARTIAL=is_partial, HAS_NORM=norms is not None,
         HAS_VALUE_NORM=norms is not None and norms.has_values,
         IS_ROUNDED_FIRST=style.is_rounded_first, HEAD_TILE=head_tile, HALF_TILE=half_tile,
         num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def gate_heads(heads: Tensor, gates: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+    """Launch the kernel; same contract as `layers.gate_heads`."""
+    num_tokens, num_heads, head_dim = heads.shape
+    out = heads.new_empty(heads.shape)
+    dim_tile = triton.next_power_of_2(head_dim)
+    head_tile = max(1, GATE_TILE // dim_tile)
+    _gate_heads_kernel[(num_tokens, triton.cdiv(num_heads, head_tile))](
+        heads, gates, norm, out, eps, gates.stride(0), gates.stride(1), NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim, HEAD_TILE=head_tile, DIM_TILE=dim_tile, num_warps=4,
     )  # fmt: skip
     return out

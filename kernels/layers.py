@@ -183,6 +183,9 @@ def rotate_and_store(
     slot_mapping: Tensor,
     cache: LayerCache,
     norms: HeadNorms | None,
+    *,
+    has_gates: bool = False,
+    is_partial: bool = False,
 ) -> Tensor:
     """Rotate queries and keys by their positions, and write keys and values into the paged cache.
 
@@ -194,12 +197,14 @@ def rotate_and_store(
         num_heads: of the queries.
         cos_sin: [max_positions, num_angles * 2] float32, contiguous: the cosines of a position's
             angles, then their sines. Angle i turns the elements i and i + head_dim / 2 of a head.
-            There are at most head_dim / 2, and elements past them are not turned.
+            There are at most head_dim / 2, and other elements are not turned.
         positions: [num_tokens] int32 or int64, below max_positions; they are not checked.
         slot_mapping: [num_tokens] int32 or int64; `block_id * block_size + offset`, -1 skips a
             token's keys and values. Slots must be distinct; they are not checked.
         cache: of the layer.
         norms: of the cache's dtype; None for no norm.
+        has_gates: whether each head of the queries is followed by a gate of its size.
+        is_partial: whether angle i turns the elements i and i + num_angles instead.
 
     Returns:
         The rotated queries, [num_tokens, num_heads, head_dim], contiguous.
@@ -211,7 +216,8 @@ def rotate_and_store(
     """
     checks.check_cache(cache)
     num_kv_heads, head_dim = cache.k.shape[2:]
-    widths = [(num_heads + parts * num_kv_heads) * head_dim for parts in range(3)]
+    num_first = 2 * num_heads if has_gates else num_heads
+    widths = [(num_first + parts * num_kv_heads) * head_dim for parts in range(3)]
     if qkv.ndim != 2 or qkv.shape[1] not in widths or num_heads < 1 or head_dim % 2:
         what = f"qkv {describe(qkv)} with {num_heads} heads"
         raise ShapeError(f"{what} does not fit the cache {describe(cache.k)}")
@@ -236,8 +242,46 @@ def rotate_and_store(
     if not qkv.shape[0]:
         return qkv.new_empty(0, num_heads, head_dim)
     rotate = triton_module("fused").rotate_and_store if is_triton else reference.rotate_and_store
-    q: Tensor = rotate(qkv, num_heads, cos_sin, positions, slot_mapping, cache, norms)
+    parts = qkv, num_heads, cos_sin, positions, slot_mapping, cache, norms
+    q: Tensor = rotate(*parts, has_gates, is_partial)
     return q
+
+
+def gate_heads(
+    heads: Tensor, gates: Tensor, norm: Tensor | None = None, eps: float = 0.0
+) -> Tensor:
+    """Multiply heads by the sigmoids of their gates, or, with a norm, norm them and take `silu`.
+
+    Args:
+        heads: [num_tokens, num_heads, head_dim], contiguous.
+        gates: of the same shape and dtype, contiguous in head_dim.
+        norm: [head_dim], heads' dtype, the weights of a norm of each head; or None.
+        eps: of the norm.
+
+    Returns:
+        Of heads' shape and dtype, contiguous.
+
+    Raises:
+        ShapeError: the tensors disagree; checked on the host before launch.
+
+    Source: without a norm, Qiu et al. 2025, "Gated Attention for Large Language Models"; with one,
+    Gated Delta Networks, Yang et al. 2024.
+    """
+    if heads.ndim != 3 or heads.dtype not in checks.KERNEL_DTYPES or not heads.is_contiguous():
+        what = f"heads {describe(heads)} are not [num_tokens, num_heads, head_dim]"
+        raise ShapeError(f"{what}, contiguous and of a supported dtype")
+    if (gates.shape, gates.dtype, gates.device) != (heads.shape, heads.dtype, heads.device):
+        what = f"gates {describe(gates)} must have the shape, dtype and device"
+        raise ShapeError(f"{what} of heads {describe(heads)}")
+    checks.check_last_dim("gates", gates)
+    if norm is not None:
+        check_like("norm", norm, heads, heads.shape[2:])
+    if not checks.use_triton(heads.device):
+        return reference.gate_heads(heads, gates, norm, eps)
+    if not heads.numel():
+        return heads.new_empty(heads.shape)
+    out: Tensor = triton_module("fused").gate_heads(heads, gates, norm, eps)
+    return out
 
 
 def _check_rows(name: str, tensor: Tensor) -> None:

@@ -60,6 +60,13 @@ def gate_mul(gate_up: Tensor, kind: GateKind) -> Tensor:
     return (F.silu(gate) if kind == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
+def gate_heads(heads: Tensor, gates: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+    """Multiply heads by their gates' activations; see `layers.gate_heads`."""
+    if norm is None:
+        return heads * torch.sigmoid(gates)
+    return (rms_norm(heads, norm, eps).float() * F.silu(gates.float())).to(heads.dtype)
+
+
 def route(logits: Tensor, num_chosen: int, rule: RoutingRule) -> tuple[Tensor, Tensor]:
     """Choose the experts with the largest scores and weigh them; see `experts.route`."""
     logits = logits.float() * rule.logit_scale
@@ -116,15 +123,20 @@ def rotate_and_store(
     slot_mapping: Tensor,
     cache: LayerCache,
     norms: HeadNorms | None,
+    has_gates: bool,
+    is_partial: bool,
 ) -> Tensor:
     """Rotate queries and keys, write keys and values; see `layers.rotate_and_store`."""
     num_kv_heads, head_dim = cache.k.shape[2:]
+    num_first = 2 * num_heads if has_gates else num_heads
     q, *rest = qkv.unflatten(1, (-1, head_dim)).tensor_split(
-        [num_heads, num_heads + num_kv_heads], dim=1
+        [num_first, num_first + num_kv_heads], dim=1
     )
+    q = q[:, ::2] if has_gates else q
     cos, sin = cos_sin[positions][:, None].chunk(2, dim=-1)
-    unturned = head_dim // 2 - cos.shape[-1]
-    cos, sin = F.pad(cos, (0, unturned), value=1.0), F.pad(sin, (0, unturned))
+    if not is_partial:
+        unturned = head_dim // 2 - cos.shape[-1]
+        cos, sin = F.pad(cos, (0, unturned), value=1.0), F.pad(sin, (0, unturned))
     k, v = rest if rest[1].shape[1] else (rest[0], rest[0])
     if norms is not None:
         weights = norms.weights.float()
@@ -137,9 +149,11 @@ def rotate_and_store(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [n, heads, D] by n angles, whose cosines and sines are [n, 1, D / 2]."""
-    low, high = x.float().chunk(2, dim=-1)
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
+    """Rotate the first 2 A elements of x [n, heads, D]; cosines and sines are [n, 1, A]."""
+    num_angles = cos.shape[-1]
+    low, high, rest = x.float().tensor_split([num_angles, 2 * num_angles], dim=-1)
+    turned = low * cos - high * sin, high * cos + low * sin
+    return torch.cat([*turned, rest], dim=-1).to(x.dtype)
 
 
 def paged_attention(

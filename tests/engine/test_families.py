@@ -20,6 +20,7 @@ from tests.engine.logits import run_paged, run_transformers
 from tieredkv.engine.attention import own_layers
 from tieredkv.engine.byte_tokenizer import byte_tokenizer
 from tieredkv.engine.fused_gemma import FusedGemma
+from tieredkv.engine.fused_hybrid import FusedHybrid
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.suitability import check_config, probe_attention
 from tieredkv.engine.text_model import text_config
@@ -283,6 +284,7 @@ def test_an_accepted_family_gives_the_logits_of_transformers(name: str, tmp_path
     write_checkpoint(tmp_path, make_config(*FAMILIES[name]))
     loaded = assert_equal_logits(tmp_path)
     assert isinstance(loaded.fused, FusedGemma) == name.startswith(("gemma3", "gemma4"))
+    assert isinstance(loaded.fused, FusedHybrid) == name.startswith(("qwen3_5", "qwen3_next"))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tieredkv.config import Dtype
 from tieredkv.engine.fingerprint import parameters_fingerprint
 from tieredkv.engine.fused import FusedModel
 from tieredkv.engine.fused_gemma import FusedGemma
-from tieredkv.engine.loader import LoadedModel, find_model
+from tieredkv.engine.loader import Fused, LoadedModel, find_model
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -165,10 +165,11 @@ def tensors_in(part: Any) -> Iterator[Tensor]:
             yield from tensors_in(each)
 
 
-def tables_in(fused: FusedModel | FusedGemma) -> list[Tensor]:
+def tables_in(fused: Fused) -> list[Tensor]:
     """Return the tables of a model's ropes."""
     if isinstance(fused, FusedModel):
         return [fused.cos_sin]
+    assert isinstance(fused, FusedGemma)
     return [layer.cos_sin for layer in fused.layers]
 
 

@@ -235,7 +235,13 @@ def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim:
 
 
 def compile_rotation(
-    dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, *, is_gemma: bool = False
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    is_gemma: bool = False,
+    is_hybrid: bool = False,
 ) -> None:
     compile_kernel(
         fused._rotate_and_store_kernel,
@@ -245,14 +251,25 @@ def compile_rotation(
             "NUM_HEADS": num_heads,
             "NUM_KV_HEADS": num_kv_heads,
             "HAS_VALUES": not is_gemma,
+            "HAS_GATES": is_hybrid,
             "HALF_DIM": head_dim // 2,
-            "NUM_ANGLES": head_dim // (8 if is_gemma else 2),
+            "NUM_ANGLES": head_dim // (8 if is_gemma or is_hybrid else 2),
+            "IS_PARTIAL": is_hybrid,
             "HAS_NORM": True,
             "HAS_VALUE_NORM": is_gemma,
             "IS_ROUNDED_FIRST": not is_gemma,
             "HEAD_TILE": 8,
             "HALF_TILE": triton.next_power_of_2(head_dim // 2),
         },
+        num_warps=4,
+    )
+
+
+def compile_gated_heads(dtype: torch.dtype, num_heads: int, head_dim: int) -> None:
+    compile_kernel(
+        fused._gate_heads_kernel,
+        dtype,
+        {"NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "HEAD_TILE": 8, "DIM_TILE": head_dim},
         num_warps=4,
     )
 
@@ -403,6 +420,8 @@ def compile_first() -> None:
     compile_experts(torch.bfloat16, NARROW, 768, 2048, "silu", is_sorted=False)
     compile_rotation(torch.bfloat16, 32, 4, 512, is_gemma=True)
     compile_rotation(torch.bfloat16, 8, 0, 256, is_gemma=True)
+    compile_rotation(torch.bfloat16, 24, 4, 256, is_hybrid=True)
+    compile_gated_heads(torch.bfloat16, 48, 128)
     compile_add_and_norm(5376, has_others=False)
     compile_add_and_norm(2816, has_others=True)
     compile_routing(2048, is_short=True)

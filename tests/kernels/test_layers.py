@@ -265,6 +265,72 @@ def test_keys_may_be_values_too_and_both_normed_and_some_angles_may_be_zero(
     assert_close(stored, expected)
 
 
+def permuted(rows: Tensor, num_angles: int) -> Tensor:
+    """Reorder heads whose first elements are turned, so that pairs are half a head apart."""
+    first, second, rest = rows.tensor_split([num_angles, 2 * num_angles], dim=-1)
+    low, high = rest.chunk(2, dim=-1)
+    return torch.cat([first, low, second, high], dim=-1)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("has_gates", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "num_angles"),
+    [(torch.float32, 32, 4), (torch.bfloat16, 80, 10), (torch.float16, 24, 12)],
+)
+def test_only_the_first_elements_of_a_head_are_turned_and_gates_are_left_out(
+    device: str,
+    choose: Choose,
+    backend: str,
+    has_gates: bool,
+    dtype: torch.dtype,
+    head_dim: int,
+    num_angles: int,
+) -> None:
+    case = rotation_case(3, 2, head_dim, dtype, 5, norm=True)
+    case["norms"] = HeadNorms(case["norms"].weights, GEMMA)
+    case["cos_sin"] = table(50, 2 * num_angles)
+    pool = torch.randn(4, 3, 2, 16, 2, head_dim).to(dtype)
+    given = dict(case)
+    heads = case["qkv"].unflatten(1, (-1, head_dim))
+    if has_gates:
+        queries = torch.stack([heads[:, :3], torch.randn(5, 3, head_dim).to(dtype)], dim=2)
+        given["qkv"] = torch.cat([queries.flatten(1), heads[:, 3:].flatten(1)], dim=1)
+    with choose(backend):
+        q, stored = rotate(given | {"has_gates": has_gates, "is_partial": True}, pool, device)
+    # As if the elements of each pair were half a head apart.
+    case["qkv"] = permuted(heads, num_angles).flatten(1)
+    case["norms"] = HeadNorms(permuted(case["norms"].weights, num_angles), GEMMA)
+    expected_q, expected = expected_rotation(case, permuted(pool, num_angles))
+    assert_close(permuted(q, num_angles), expected_q)
+    assert_close(permuted(stored, num_angles), expected)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "num_heads", "dim"), [(1, 3, 128), (5, 20, 96), (0, 2, 8)])
+def test_heads_are_gated(
+    device: str,
+    choose: Choose,
+    backend: str,
+    dtype: torch.dtype,
+    num_tokens: int,
+    num_heads: int,
+    dim: int,
+) -> None:
+    heads = torch.randn(num_tokens, num_heads, dim).to(dtype)
+    gates = (3 * torch.randn(num_tokens, num_heads, 2, dim)).to(dtype)[:, :, 1]
+    norm = torch.randn(dim).to(dtype)
+    divided = normed(heads.double(), torch.ones(dim), LLAMA)
+    rounded = (divided.to(dtype).double() * norm.double()).to(dtype).double()
+    expected = rounded * F.silu(gates.double())
+    plain = heads.double() * torch.sigmoid(gates.double()).to(dtype).double()
+    moved = heads.to(device), gates.to(device)
+    with choose(backend):
+        assert_close(layers.gate_heads(*moved, norm.to(device), EPS), expected.to(dtype))
+        assert_close(layers.gate_heads(*moved), plain.to(dtype))
+
+
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_queries_alone_are_rotated_and_nothing_is_stored(
     device: str, choose: Choose, backend: str
