@@ -7,6 +7,8 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from tieredkv.kernels.quantized import Format, Weight
+
 GateKind = Literal["silu", "gelu_tanh", "clamped"]
 
 
@@ -58,15 +60,15 @@ class Experts(NamedTuple):
 
     Attributes:
         gate_up: [num_experts, 2 * intermediate_size, hidden_size]; contiguous, or the transpose
-            of a contiguous tensor.
-        down: [num_experts, hidden_size, intermediate_size], as `gate_up`.
+            of a contiguous tensor. Quantized weights are contiguous.
+        down: [num_experts, hidden_size, intermediate_size], as `gate_up`, and of its format.
         gate_up_bias: [num_experts, 2 * intermediate_size], contiguous, or None.
         down_bias: [num_experts, hidden_size], contiguous, or None.
         gate: what stands between the two products.
     """
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Weight
+    down: Weight
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     gate: Gate = Gate()
@@ -121,22 +123,60 @@ EXACT = Tiling(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
 """For float32, which tensor cores do not compute."""
 
 
-def choose_tiling(num_pairs: int, num_experts: int, element_bytes: int) -> Tiling:
+_FP8_BYTES = Tile(64, 128, num_warps=4, num_stages=4)
+_FP8_MIXED = Tile(128, 128, num_warps=4, num_stages=4)
+_FP8_LARGE = Tile(128, 128, num_warps=8, num_stages=4)
+
+FP8_TILINGS = (
+    Tiling(16, _FP8_BYTES, _FP8_BYTES),
+    Tiling(32, _FP8_BYTES, _FP8_BYTES),
+    Tiling(64, _FP8_MIXED, _FP8_MIXED),
+    Tiling(128, _FP8_LARGE, _FP8_LARGE),
+)
+"""For weights in FP8, by rows an expert. A tile has the 128 inputs that have one scale, and at
+least the 64 outputs that Hopper's tensor cores take. The sums of a block stand beside those of all
+blocks in registers, so that the largest tile is half of LARGE."""
+
+_MXFP4_BYTES = Tile(64, 128, num_warps=4, num_stages=4)
+_MXFP4_MIXED = Tile(128, 64, num_warps=4, num_stages=4)
+_MXFP4_LARGE = Tile(128, 64, num_warps=8, num_stages=4)
+
+MXFP4_TILINGS = (
+    Tiling(16, _MXFP4_BYTES, _MXFP4_BYTES),
+    Tiling(32, _MXFP4_BYTES, _MXFP4_BYTES),
+    Tiling(64, _MXFP4_MIXED, _MXFP4_MIXED),
+    Tiling(128, _MXFP4_LARGE, _MXFP4_LARGE),
+)
+"""For weights in MXFP4, by rows an expert. Each program makes the numbers of its weights from their
+bytes, and so the more rows it multiplies, the less time that takes."""
+
+_TILINGS: dict[Format, tuple[Tiling, ...]] = {
+    "plain": (NARROW, MIDDLE, WIDE, LARGE),
+    "fp8": FP8_TILINGS,
+    "mxfp4": MXFP4_TILINGS,
+}
+
+
+def choose_tiling(
+    num_pairs: int, num_experts: int, element_bytes: int, kind: Format = "plain"
+) -> Tiling:
     """Choose a tiling by the mean number of rows an expert, which is known on the host.
 
     Args:
         num_pairs: tokens times the experts of each.
         num_experts: in the layer.
-        element_bytes: of the weights.
+        element_bytes: of the rows.
+        kind: format of the weights.
     """
-    if element_bytes > 2:
+    if element_bytes > 2 and kind != "fp8":
         return EXACT
+    narrow, middle, wide, large = _TILINGS[kind]
     mean_rows = num_pairs / num_experts
     if mean_rows <= 8:  # of a mean of 8, one expert in 270 has more than 16
-        return NARROW
+        return narrow
     if mean_rows <= 24:
-        return MIDDLE
-    return WIDE if mean_rows <= 96 else LARGE
+        return middle
+    return wide if mean_rows <= 96 else large
 
 
 def most_blocks(num_pairs: int, num_experts: int, num_rows: int) -> int:

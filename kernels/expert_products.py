@@ -9,11 +9,17 @@ module does not. Reference: `tieredkv.kernels.reference.compute_experts`.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (a kernel's arguments have no Python types)
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tieredkv.kernels.expert_layout import Experts, Tiling, choose_tiling
+from tieredkv.kernels.fp8_products import quantise_rows
+from tieredkv.kernels.quantized import Fp8Matrix, Mxfp4Matrix, Weight, format_of, has_fp8
+from tieredkv.kernels.quantized_tiles import sum_fp8_blocks, sum_mxfp4_groups
 from tieredkv.kernels.routing import SortedPairs, sort_pairs
 
 MAX_UNSORTED = 2
@@ -49,10 +55,45 @@ def _weight_rows(
     return row
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit
+def _sum_plain_tiles(
+    x, weight, input_stride, is_row, is_output, NUM_INPUTS: tl.constexpr, IS_EVEN: tl.constexpr
+):
+    """Multiply rows by outputs of a weight that is not quantized.
+
+    Args:
+        x: pointers [rows, tile].
+        weight: pointers [tile, outputs].
+        input_stride: from one input of the weight to the next.
+        is_row: [rows]; other rows are not loaded.
+        is_output: [outputs]; others are not loaded unless IS_EVEN, nor are inputs past the last.
+        NUM_INPUTS: of the weight.
+        IS_EVEN: whether tiles divide outputs and inputs.
+
+    Returns:
+        [rows, outputs] float32.
+    """
+    INPUT_TILE: tl.constexpr = x.shape[1]
+    input_ = tl.arange(0, INPUT_TILE)
+    acc = tl.zeros([x.shape[0], weight.shape[1]], tl.float32)
+    for start in range(0, NUM_INPUTS, INPUT_TILE):
+        if IS_EVEN:
+            rows = tl.load(x + start, mask=is_row[:, None], other=0.0)
+            values = tl.load(weight + start * input_stride)
+        else:
+            is_input = start + input_ < NUM_INPUTS
+            rows = tl.load(x + start, mask=is_row[:, None] & is_input[None, :], other=0.0)
+            mask = is_input[:, None] & is_output[None, :]
+            values = tl.load(weight + start * input_stride, mask=mask, other=0.0)
+        acc = tl.dot(rows, values, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_blocks", "x_scales_stride"])
 def _grouped_kernel(
-    x_ptr, weight_ptr, bias_ptr, routing_ptr, out_ptr, pairs_ptr, blocks_ptr, num_blocks, x_stride,
-    expert_stride, output_stride, input_stride, alpha, limit, GATE: tl.constexpr,
+    x_ptr, x_scales_ptr, weight_ptr, weight_scales_ptr, bias_ptr, routing_ptr, out_ptr, pairs_ptr,
+    blocks_ptr, num_blocks, x_stride, x_scales_stride, expert_stride, output_stride, input_stride,
+    alpha, limit, FORMAT: tl.constexpr, HAS_PTX: tl.constexpr, GATE: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, NUM_OUTPUTS: tl.constexpr,
     NUM_INPUTS: tl.constexpr, IS_EVEN: tl.constexpr, GROUP: tl.constexpr, NUM_ROWS: tl.constexpr,
     OUTPUT_TILE: tl.constexpr, INPUT_TILE: tl.constexpr,
@@ -63,8 +104,11 @@ def _grouped_kernel(
     other, so that both are read from the device's cache; programs of blocks without rows end at
     once. Without sorted pairs, each pair is a block, and `blocks_ptr` has the experts. Pair p has
     row p // PAIRS_PER_ROW of x and row p of out. Rows past a block's last are masked, and so are
-    columns unless the tiles divide the weight evenly (IS_EVEN). Bytes moved: each tile of weights
-    once per block, each row once per tile.
+    columns unless the tiles divide the weight evenly (IS_EVEN). FORMAT is that of the weight:
+    `plain`, `fp8` or `mxfp4`; the strides are those of `plain`, since quantized weights have no
+    gaps. In `fp8`, rows have scales too; in `mxfp4`, rows are words of 64 bits, and the weight is
+    words of as many inputs. HAS_PTX says whether weights in MXFP4 may be unpacked by PTX. Bytes
+    moved: each tile of weights once per block, each row once per tile.
     """
     num_tiles: tl.constexpr = (NUM_OUTPUTS + OUTPUT_TILE - 1) // OUTPUT_TILE
     group = tl.program_id(0) // (GROUP * num_tiles)
@@ -87,21 +131,40 @@ def _grouped_kernel(
 
     output = _weight_rows(tile, GATE, IS_INTERLEAVED, NUM_OUTPUTS, OUTPUT_TILE)
     is_output = tile * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE) < NUM_OUTPUTS
-    input_ = tl.arange(0, INPUT_TILE)
-    x = x_ptr + (pair // PAIRS_PER_ROW)[:, None] * x_stride + input_[None, :]
-    weight = weight_ptr + expert * expert_stride + output[None, :] * output_stride
-    weight += input_[:, None] * input_stride
-    acc = tl.zeros([NUM_ROWS, OUTPUT_TILE], tl.float32)
-    for start in range(0, NUM_INPUTS, INPUT_TILE):
-        if IS_EVEN:
-            rows = tl.load(x + start, mask=is_row[:, None], other=0.0)
-            values = tl.load(weight + start * input_stride)
-        else:
-            is_input = start + input_ < NUM_INPUTS
-            rows = tl.load(x + start, mask=is_row[:, None] & is_input[None, :], other=0.0)
-            mask = is_input[:, None] & is_output[None, :]
-            values = tl.load(weight + start * input_stride, mask=mask, other=0.0)
-        acc = tl.dot(rows, values, acc, input_precision="ieee")
+    source = pair // PAIRS_PER_ROW
+    if FORMAT == "plain":
+        input_ = tl.arange(0, INPUT_TILE)
+        weight = weight_ptr + expert * expert_stride + output[None, :] * output_stride
+        acc = _sum_plain_tiles(
+            x_ptr + source[:, None] * x_stride + input_[None, :],
+            weight + input_[:, None] * input_stride, input_stride, is_row, is_output, NUM_INPUTS,
+            IS_EVEN,
+        )  # fmt: skip
+    elif FORMAT == "fp8":
+        input_ = tl.arange(0, 128)
+        num_steps: tl.constexpr = NUM_INPUTS // 128
+        weight = weight_ptr + expert * NUM_OUTPUTS * NUM_INPUTS + output[:, None] * NUM_INPUTS
+        first_scale = expert * ((NUM_OUTPUTS + 127) // 128) * num_steps
+        sums = sum_fp8_blocks(
+            x_ptr + source[:, None] * x_stride + input_[None, :],
+            x_scales_ptr + source, x_scales_stride, weight + input_[None, :],
+            weight_scales_ptr + first_scale + output // 128 * num_steps, is_row, is_output, 0,
+            num_steps, IS_EVEN,
+        )  # fmt: skip
+        acc = tl.trans(sums)
+    else:
+        dtype: tl.constexpr = out_ptr.dtype.element_ty
+        WORD: tl.constexpr = 64 // dtype.primitive_bitwidth
+        word = tl.arange(0, INPUT_TILE // WORD)
+        scale = tl.arange(0, INPUT_TILE // 32)
+        first = expert * NUM_OUTPUTS + output
+        sums = sum_mxfp4_groups(
+            x_ptr + source[:, None] * x_stride + word[None, :],
+            weight_ptr + first[:, None] * (NUM_INPUTS // WORD) + word[None, :],
+            weight_scales_ptr + first[:, None] * (NUM_INPUTS // 32) + scale[None, :],
+            is_row, is_output, NUM_INPUTS, IS_EVEN, WORD, HAS_PTX and dtype == tl.bfloat16, dtype,
+        )  # fmt: skip
+        acc = tl.trans(sums)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert * NUM_OUTPUTS + output, mask=is_output, other=0.0)
         acc += bias.to(tl.float32)[None, :]
@@ -185,7 +248,8 @@ def _sum(
 def _compute_parts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
     """Compute the weighted result of each pair, [num_tokens * top_k, hidden_size]."""
     num_experts, num_outputs, hidden_size = experts.gate_up.shape
-    tiling = choose_tiling(ids.numel(), num_experts, x.element_size())
+    kind = format_of(experts.gate_up)
+    tiling = choose_tiling(ids.numel(), num_experts, x.element_size(), kind)
     order = None
     if len(x) > MAX_UNSORTED:
         order = sort_pairs(ids, num_experts, tiling.num_rows)
@@ -214,12 +278,37 @@ def _multiply(
     _, num_outputs, num_inputs = weight.shape
     pairs, blocks = (None, ids) if order is None else order
     num_blocks = ids.numel() if order is None else len(order.blocks)
+    factors = _factors(x, weight)
+    strides = weight.stride() if isinstance(weight, Tensor) else (0, 0, 1)
+    scales_stride = 0 if factors.x_scales is None else factors.x_scales.stride(1)
     _grouped_kernel[(num_blocks * triton.cdiv(num_outputs, outputs),)](
-        x, weight, bias, routing, out, pairs, blocks, num_blocks, x.stride(0), *weight.stride(),
-        gate.alpha, gate.limit, GATE=gate.kind if is_gate else "none",
+        *factors, bias, routing, out, pairs, blocks, num_blocks, factors.x.stride(0),
+        scales_stride, *strides, gate.alpha, gate.limit, FORMAT=format_of(weight),
+        HAS_PTX=has_fp8(x.device), GATE=gate.kind if is_gate else "none",
         IS_INTERLEAVED=gate.is_interleaved, PAIRS_PER_ROW=len(out) // len(x),
         NUM_OUTPUTS=num_outputs, NUM_INPUTS=num_inputs,
         IS_EVEN=num_outputs % outputs == 0 and num_inputs % inputs == 0, GROUP=BLOCK_GROUP,
         NUM_ROWS=tiling.num_rows, OUTPUT_TILE=outputs, INPUT_TILE=inputs, num_warps=num_warps,
         num_stages=num_stages,
     )  # fmt: skip
+
+
+class _Factors(NamedTuple):
+    """The tensors of a product, as the kernel takes them; scales are None where there are none."""
+
+    x: Tensor
+    x_scales: Tensor | None
+    weight: Tensor
+    weight_scales: Tensor | None
+
+
+def _factors(x: Tensor, weight: Weight) -> _Factors:
+    if isinstance(weight, Fp8Matrix):
+        return _Factors(*quantise_rows(x), *weight)
+    if isinstance(weight, Mxfp4Matrix):
+        inputs = 64 // (8 * x.element_size())
+        if x.stride(0) % inputs or x.data_ptr() % 8:
+            x = x.clone(memory_format=torch.contiguous_format)
+        words = weight.values.view(torch.int16) if inputs == 4 else weight.values
+        return _Factors(x.view(torch.int64), None, words, weight.scales)
+    return _Factors(x, None, weight, None)

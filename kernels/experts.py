@@ -16,6 +16,7 @@ from tieredkv.errors import ShapeError
 from tieredkv.kernels import checks, layers, reference
 from tieredkv.kernels.checks import describe, triton_module
 from tieredkv.kernels.expert_layout import Experts, RoutingRule
+from tieredkv.kernels.quantized import check_quantized, describe_weight, format_of
 
 
 def route(logits: Tensor, num_chosen: int, rule: RoutingRule) -> tuple[Tensor, Tensor]:
@@ -61,7 +62,9 @@ def compute_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -
         x: [num_tokens, hidden_size], contiguous in hidden_size.
         ids: [num_tokens, top_k] int32 or int64, contiguous, in the layer; they are not checked.
         weights: [num_tokens, top_k], a float dtype, contiguous.
-        experts: of the layer, x's dtype.
+        experts: of the layer, x's dtype. By weights in FP8, rows of x and inner values are
+            multiplied in FP8 (see `fp8.quantise_rows`); weights in MXFP4 are rounded to x's dtype,
+            which changes none of them in bfloat16.
 
     Returns:
         [num_tokens, hidden_size] in x's dtype, contiguous.
@@ -131,22 +134,30 @@ def _check(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> None:
     if x.shape[1] > layers.MAX_HIDDEN_SIZE:
         most = f"the kernels support at most {layers.MAX_HIDDEN_SIZE}"
         raise ShapeError(f"hidden_size {x.shape[1]} is too large; {most}")
-    if gate_up.ndim != 3 or gate_up.shape[1] % 2 or gate_up.shape[2] != x.shape[1]:
-        raise ShapeError(f"gate_up {describe(gate_up)} does not fit x {describe(x)}")
+    num_dims = {len(weight.shape) for weight in (gate_up, down)}
+    if num_dims != {3} or gate_up.shape[1] % 2 or gate_up.shape[2] != x.shape[1]:
+        raise ShapeError(f"gate_up {describe_weight(gate_up)} does not fit x {describe(x)}")
     num_experts, num_outputs, hidden_size = gate_up.shape
-    if down.shape != (num_experts, hidden_size, num_outputs // 2):
-        raise ShapeError(f"down {describe(down)} does not fit gate_up {describe(gate_up)}")
+    is_alike = format_of(gate_up) == format_of(down)
+    if not is_alike or down.shape != (num_experts, hidden_size, num_outputs // 2):
+        what = f"down {describe_weight(down)} does not fit gate_up {describe_weight(gate_up)}"
+        raise ShapeError(what)
     for name, weight in (("gate_up", gate_up), ("down", down)):
-        if 1 not in weight.stride()[1:]:
+        if not isinstance(weight, Tensor):
+            check_quantized(name, weight, x)
+        elif 1 not in weight.stride()[1:]:
             raise ShapeError(f"{name} {describe(weight)} is contiguous in none of its dimensions")
     for name, bias, like in (
         ("gate_up_bias", experts.gate_up_bias, gate_up),
         ("down_bias", experts.down_bias, down),
     ):
         if bias is not None and (bias.shape != like.shape[:2] or not bias.is_contiguous()):
-            raise ShapeError(f"{name} {describe(bias)} does not fit a weight {describe(like)}")
+            what = f"{name} {describe(bias)} does not fit a weight {describe_weight(like)}"
+            raise ShapeError(what)
     for tensor in (gate_up, down, experts.gate_up_bias, experts.down_bias):
-        if tensor is not None and (tensor.dtype != x.dtype or tensor.device != x.device):
+        if not isinstance(tensor, Tensor):
+            continue
+        if tensor.dtype != x.dtype or tensor.device != x.device:
             what = f"a weight of the experts, {describe(tensor)}"
             raise ShapeError(f"{what}, has not the dtype and device of x {describe(x)}")
     if ids.ndim != 2 or len(ids) != len(x) or weights.shape != ids.shape:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tieredkv.errors import ShapeError
-from tieredkv.kernels import checks, reference
+from tieredkv.kernels import checks, fp8, reference
 from tieredkv.kernels.checks import (
     Branch,
     HeadNorms,
@@ -24,6 +24,7 @@ from tieredkv.kernels.checks import (
     triton_module,
 )
 from tieredkv.kernels.expert_layout import GateKind
+from tieredkv.kernels.quantized import Fp8Matrix, check_quantized
 
 MAX_HIDDEN_SIZE = 16_384
 """The widest row that a program holds in registers."""
@@ -103,11 +104,16 @@ def add_and_norm(
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor | Fp8Matrix,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Multiply by a weight matrix, and add the bias and the residual stream, if given.
 
     Like torch's `linear`, but faster for one row and for very many; with a residual, rounded once.
+    By a weight in FP8, x is multiplied in FP8 too: see `fp8.quantise_rows`.
 
     Args:
         x: [num_tokens, num_inputs].
@@ -119,14 +125,17 @@ def linear(
         [num_tokens, num_outputs] in x's dtype: the residual itself, if there is one.
 
     Raises:
-        ShapeError: the residual does not fit.
+        ShapeError: the residual does not fit; or a weight in FP8, or what is multiplied by it.
     """
-    num_rows = len(x)
+    num_rows, num_outputs = len(x), weight.shape[0]
     if residual is not None and (
-        residual.shape != (num_rows, len(weight)) or residual.dtype != x.dtype
+        residual.shape != (num_rows, num_outputs) or residual.dtype != x.dtype
     ):
         what = f"residual {describe(residual)} must have the dtype of x"
-        raise ShapeError(f"{what} and the shape {[num_rows, len(weight)]}")
+        raise ShapeError(f"{what} and the shape {[num_rows, num_outputs]}")
+    if isinstance(weight, Fp8Matrix):
+        _check_fp8(x, weight, bias, residual)
+        return fp8.multiply(x, weight, bias, residual)
     is_row = num_rows == 1 and bias is None and x.dtype != torch.float32
     if is_row and checks.use_triton(x.device):
         kernels = triton_module("fused")
@@ -135,7 +144,7 @@ def linear(
             return row
     if residual is None and num_rows < 2 * PRODUCT_ROWS:
         return F.linear(x, weight, bias)
-    out = x.new_empty(num_rows, len(weight)) if residual is None else residual
+    out = x.new_empty(num_rows, num_outputs) if residual is None else residual
     if residual is not None and bias is not None:
         out += bias
     starts = range(0, max(1, num_rows - PRODUCT_ROWS + 1), PRODUCT_ROWS)
@@ -288,6 +297,17 @@ def _check_rows(name: str, tensor: Tensor) -> None:
     if tensor.ndim != 2 or tensor.dtype not in checks.KERNEL_DTYPES:
         raise ShapeError(f"{name} {describe(tensor)} is not a matrix of a supported dtype")
     checks.check_last_dim(name, tensor)
+
+
+def _check_fp8(x: Tensor, weight: Fp8Matrix, bias: Tensor | None, residual: Tensor | None) -> None:
+    _check_rows("x", x)
+    if weight.values.ndim != 2 or weight.shape[1] != x.shape[1]:
+        raise ShapeError(f"weight {describe(weight.values)} does not fit x {describe(x)}")
+    check_quantized("weight", weight, x)
+    if bias is not None:
+        check_like("bias", bias, x, weight.shape[:1])
+    if residual is not None and not residual.is_contiguous():
+        raise ShapeError(f"residual {describe(residual)} is not contiguous")
 
 
 def _check_width(x: Tensor) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from tieredkv.kernels.checks import Branch, HeadNorms, LayerCache, NormStyle, Rope
 from tieredkv.kernels.expert_layout import Experts, Gate, GateKind, RoutingRule
 from tieredkv.kernels.partition import Batch, Latent
+from tieredkv.kernels.quantized import FP8_BLOCK, FP8_MAX, Fp8Matrix, Weight
 
 
 def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
@@ -82,6 +83,42 @@ def route(logits: Tensor, num_chosen: int, rule: RoutingRule) -> tuple[Tensor, T
     return ids.int(), weights
 
 
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise each 128 columns of a row to FP8; see `fp8.quantise_rows`."""
+    groups = x.float().unflatten(1, (-1, FP8_BLOCK))
+    scales = groups.abs().amax(-1).clamp(min=1e-10) / FP8_MAX
+    values = (groups / scales[..., None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return values.flatten(1), scales.t().contiguous().t()
+
+
+def multiply_fp8(x: Tensor, weight: Fp8Matrix, bias: Tensor | None) -> Tensor:
+    """Multiply quantized rows by weights in FP8; see `fp8.multiply`.
+
+    Returns:
+        The sums in float32.
+    """
+    bias = None if bias is None else bias.float()
+    return F.linear(_as_multiplied(x, weight), weight.dequantised(torch.float32), bias)
+
+
+def _as_multiplied(x: Tensor, weight: Weight) -> Tensor:
+    """Return rows in float32, as a product with the weight reads them."""
+    if not isinstance(weight, Fp8Matrix):
+        return x.float()
+    values, scales = quantise_rows(x)
+    groups = values.float().unflatten(1, (-1, FP8_BLOCK))
+    rows: Tensor = groups * scales[..., None]
+    return rows.flatten(1)
+
+
+def _weight_of(weight: Weight, expert: int, dtype: torch.dtype) -> Tensor:
+    """Return the weights of one expert in float32, as a product with rows of a dtype reads them."""
+    if isinstance(weight, Tensor):
+        return weight[expert].float()
+    is_fp8 = isinstance(weight, Fp8Matrix)
+    return weight.at(expert).dequantised(torch.float32 if is_fp8 else dtype).float()
+
+
 def compute_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
     """Compute the chosen experts of each token, expert by expert; see `experts.compute_experts`.
 
@@ -96,10 +133,11 @@ def compute_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -
             None if each is None else each[expert].float()
             for each in (experts.gate_up_bias, experts.down_bias)
         )
-        rows = x[own // ids.shape[1]].float()
-        inner = gated(F.linear(rows, experts.gate_up[expert].float(), bias), experts.gate)
-        inner = inner.to(x.dtype).float()
-        parts[own] = F.linear(inner, experts.down[expert].float(), down_bias)
+        rows = _as_multiplied(x[own // ids.shape[1]], experts.gate_up)
+        gate_up = _weight_of(experts.gate_up, expert, x.dtype)
+        inner = gated(F.linear(rows, gate_up, bias), experts.gate).to(x.dtype)
+        down = _weight_of(experts.down, expert, x.dtype)
+        parts[own] = F.linear(_as_multiplied(inner, experts.down), down, down_bias)
     return (parts.view(*ids.shape, -1) * weights.float()[..., None]).sum(dim=1)
 
 

@@ -47,6 +47,8 @@ def test_the_experts_of_a_family_are_taken_where_they_lie(name: str, tmp_path: P
     for layer, own in found:
         assert own is not None
         assert own.gate == TAKEN[name]
+        assert isinstance(own.gate_up, Tensor)
+        assert isinstance(own.down, Tensor)
         assert own.gate_up.data_ptr() == layer.gate_up_proj.data_ptr()
         assert own.down.data_ptr() == layer.down_proj.data_ptr()
         assert (own.gate_up_bias is None) == (name != "gpt_oss")

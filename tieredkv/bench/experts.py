@@ -26,6 +26,7 @@ from tieredkv.engine.loader import FoundModel, find_model
 from tieredkv.errors import ConfigError
 from tieredkv.kernels import experts, reference
 from tieredkv.kernels.expert_layout import Experts, RoutingRule
+from tieredkv.kernels.quantized import Weight
 from tieredkv.types import Progress, tracked
 
 GPU_TOKENS = [1, 2, 8, 32, 128, 512, 2048, 8192]
@@ -76,7 +77,8 @@ def _draw_layers(shape: str, found: FoundModel) -> tuple[list[Experts], int]:
     if empty is None:
         raise ConfigError(f"`--shape` = {shape} has no experts that the kernels know")
 
-    def drawn(like: Tensor | None) -> Any:
+    def drawn(like: Weight | None) -> Any:
+        assert like is None or isinstance(like, Tensor), like
         return None if like is None else torch.empty_like(like, device=raw.device()).normal_(0, 0.1)
 
     def drawn_layer() -> Experts:
@@ -94,6 +96,8 @@ def _measure(
     repeats: int,
 ) -> dict[str, Any]:
     gate_up, down = layers[0].gate_up, layers[0].down
+    assert isinstance(gate_up, Tensor), gate_up
+    assert isinstance(down, Tensor), down
     num_experts, expert_weights = len(down), gate_up[0].numel() + down[0].numel()
     x = torch.randn(num_tokens, gate_up.shape[2], dtype=down.dtype, device=down.device)
     logits = torch.randn(NUM_ROUTES, num_tokens, num_experts, device=down.device)

@@ -1,0 +1,163 @@
+"""Entry points of products in FP8: rows are quantized, and multiplied by weights in FP8.
+
+As in `tieredkv.kernels.layers`, tensors are checked on the host, then the Triton kernels or the
+torch reference run. No function reads a device tensor on the host. Which kernel multiplies depends
+on shapes only. This module knows no requests, tiers or models.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
+
+from tieredkv.errors import ShapeError
+from tieredkv.kernels import checks, reference
+from tieredkv.kernels.checks import describe, triton_module
+from tieredkv.kernels.quantized import FP8_BLOCK, Fp8Matrix
+
+SCALED_MM_ROWS = 256
+"""From this many rows on, torch's product is faster than the Triton kernel."""
+
+PRODUCT_ROWS = 8_192
+"""Rows that are quantized and multiplied at a time; a shorter rest joins the last such group."""
+
+_SCALES_STEP = 4
+"""Blocks of inputs whose scales cuBLASLt reads at a time: their number must be a multiple of it."""
+
+
+class Fp8Tiling(NamedTuple):
+    """How one product in FP8 is cut into programs.
+
+    Attributes:
+        num_rows: rows of x that a program multiplies, at least 16.
+        num_outputs: outputs that a program computes; they divide the 128 that have one scale.
+        num_splits: programs that share the inputs of one tile. With more than one, partial sums
+            are written and then added in their order.
+    """
+
+    num_rows: int
+    num_outputs: int
+    num_splits: int
+    num_warps: int
+    num_stages: int
+
+
+ENOUGH_PROGRAMS = 512
+"""About four for each of an H200's 132 multiprocessors: so many have 128 KiB of weights each on
+their way, and the last ones to end do not leave the others idle for long."""
+
+MIN_SPLIT_BLOCKS = 4
+"""Blocks of 128 inputs in a split: fewer would not fill the pipeline of loads."""
+
+MAX_SPLITS = 16
+"""More splits would make the partial sums of 32 rows as large as a tenth of the weights."""
+
+
+def choose_tiling(num_rows: int, num_outputs: int, num_inputs: int) -> Fp8Tiling:
+    """Choose how a product is cut: the fewest rows that hold x, and as many splits as fill a GPU.
+
+    Tensor cores of Hopper multiply 64 outputs at a time, whatever the number of rows, because the
+    weights are their first factor.
+    """
+    rows = next((size for size in (16, 32, 64) if num_rows <= size), 128)
+    outputs, num_warps, num_stages = (64, 4, 4) if rows <= 64 else (128, 8, 3)
+    num_programs = -(-num_rows // rows) * -(-num_outputs // outputs)
+    most = min(MAX_SPLITS, num_inputs // (FP8_BLOCK * MIN_SPLIT_BLOCKS))
+    splits = max(1, min(most, -(-ENOUGH_PROGRAMS // num_programs)))
+    return Fp8Tiling(rows, outputs, splits, num_warps, num_stages)
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise rows to FP8, each 128 columns of a row with a factor of their own.
+
+    A scale is the largest absolute value, at least 1e-10, divided by 448. Values are divided by
+    their scale, and rounded to the nearest number of E4M3.
+
+    Args:
+        x: [num_rows, num_columns], a float dtype, contiguous in its last dimension; num_columns is
+            a multiple of 128.
+
+    Returns:
+        Values, float8_e4m3fn [num_rows, num_columns], contiguous; and scales, float32
+        [num_rows, num_columns / 128], whose columns are contiguous, as torch's `scaled_mm` needs.
+
+    Raises:
+        ShapeError: x is not such a matrix; checked on the host before launch.
+
+    Source: the activations of DeepSeek-V3, 2024.
+    """
+    if x.ndim != 2 or x.dtype not in checks.KERNEL_DTYPES:
+        raise ShapeError(f"x {describe(x)} is not a matrix of a supported dtype")
+    checks.check_last_dim("x", x)
+    if not x.shape[1] or x.shape[1] % FP8_BLOCK:
+        what = f"x {describe(x)} has {x.shape[1]} columns"
+        raise ShapeError(f"{what}, not a multiple of {FP8_BLOCK}")
+    if not checks.use_triton(x.device):
+        return reference.quantise_rows(x)
+    quantised: tuple[Tensor, Tensor] = triton_module("fp8_products").quantise_rows(x)
+    return quantised
+
+
+def multiply(x: Tensor, weight: Fp8Matrix, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """Quantise x and multiply it by weights in FP8; same contract as `layers.linear`.
+
+    Sums are float32. The bias and the residual stream are added before the result is rounded.
+    """
+    num_rows, num_outputs = len(x), weight.shape[0]
+    out = x.new_empty(num_rows, num_outputs) if residual is None else residual
+    if not num_rows:
+        return out
+    if not checks.use_triton(x.device):
+        exact = reference.multiply_fp8(x, weight, bias)
+        out.copy_(exact if residual is None else exact + residual.float())
+        return out
+    starts = range(0, max(1, num_rows - PRODUCT_ROWS + 1), PRODUCT_ROWS)
+    for start, end in itertools.pairwise([*starts, num_rows]):
+        rows = slice(start, end)
+        values, scales = quantise_rows(x[rows])
+        if _takes_scaled_mm(end - start, weight, x.dtype):
+            _multiply_many(values, scales, weight, bias, out[rows], residual is not None)
+        else:
+            tiling = choose_tiling(end - start, *weight.shape)
+            triton_module("fp8_products").multiply(
+                values, scales, weight, bias, out[rows], residual is not None, tiling
+            )
+    return out
+
+
+def _takes_scaled_mm(num_rows: int, weight: Fp8Matrix, dtype: torch.dtype) -> bool:
+    num_outputs, num_inputs = weight.shape
+    is_whole = num_outputs % FP8_BLOCK == 0 and num_inputs % (FP8_BLOCK * _SCALES_STEP) == 0
+    return num_rows >= SCALED_MM_ROWS and is_whole and dtype == torch.bfloat16
+
+
+def _multiply_many(
+    values: Tensor,
+    scales: Tensor,
+    weight: Fp8Matrix,
+    bias: Tensor | None,
+    out: Tensor,
+    has_residual: bool,
+) -> None:
+    """Multiply by torch's `scaled_mm`; what is added is added in float32."""
+    is_added = has_residual or bias is not None
+    product = F.scaled_mm(
+        values,
+        weight.values.t(),
+        scale_a=scales,
+        scale_recipe_a=ScalingType.BlockWise1x128,
+        scale_b=weight.scales.t(),
+        scale_recipe_b=ScalingType.BlockWise128x128,
+        swizzle_a=SwizzleType.NO_SWIZZLE,
+        swizzle_b=SwizzleType.NO_SWIZZLE,
+        output_dtype=torch.float32 if is_added else out.dtype,
+    )
+    if bias is not None:
+        product += bias
+    if has_residual:
+        out += product
+    else:
+        out.copy_(product)
