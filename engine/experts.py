@@ -6,13 +6,18 @@ know are computed by transformers. The module knows neither requests nor the cac
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.integrations import moe
 
 from tieredkv.kernels import experts
 from tieredkv.kernels.expert_layout import Experts, Gate, GateKind
+from tieredkv.kernels.quantized import Fp8Matrix, Mxfp4Matrix, Weight
 
 EXPERTS_NAME = "tieredkv"
+
+SCALES = "_scales"
+"""What follows the name of a weight that stays quantized in that of its scales."""
 
 _ACTIVATIONS: dict[str, GateKind] = {
     "SiLUActivation": "silu",
@@ -31,12 +36,20 @@ def find_experts(module: nn.Module) -> Experts | None:
     is_normed = getattr(layer, "has_post_expert_norm", False)  # unknown to transformers 5.17
     if not layer.has_gate or is_normed or (gate := _find_gate(layer)) is None:
         return None
-    gate_up, down = layer.gate_up_proj.data, layer.down_proj.data
-    if layer.is_transposed:
-        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    gate_up, down = _weight_of(layer, "gate_up_proj"), _weight_of(layer, "down_proj")
     if not layer.has_bias:
         return Experts(gate_up, down, gate=gate)
     return Experts(gate_up, down, layer.gate_up_proj_bias.data, layer.down_proj_bias.data, gate)
+
+
+def _weight_of(layer: Any, name: str) -> Weight:
+    """Return a weight of all experts, [num_experts, outputs, inputs]."""
+    weight: Tensor = getattr(layer, name).data
+    if hasattr(layer, f"{name}{SCALES}"):
+        scales = getattr(layer, f"{name}{SCALES}").data
+        is_fp8 = weight.dtype == torch.float8_e4m3fn
+        return (Fp8Matrix if is_fp8 else Mxfp4Matrix)(weight, scales)
+    return weight.transpose(1, 2) if layer.is_transposed else weight
 
 
 def _find_gate(layer: Any) -> Gate | None:

@@ -70,7 +70,7 @@ class SparseMLP:
         is_gated: whether `shared` has a gate.
     """
 
-    router: Linear
+    router: tuple[Tensor, Tensor | None]
     experts: Experts
     num_chosen: int
     rule: RoutingRule
@@ -116,7 +116,7 @@ class SparseMLP:
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return ids and weights of the experts that logits choose."""
-        num_experts = len(self.experts.down)
+        num_experts = self.experts.down.shape[0]
         return experts.route(logits[:, :num_experts], self.num_chosen, self.rule)
 
     def compute(self, normed: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class SparseMLP:
         logits = self.score(normed)
         out = experts.compute_experts(normed, *self.choose(logits), self.experts)
         if self.shared is not None and self.is_gated:
-            gate = logits[:, len(self.experts.down), None].sigmoid()
+            gate = logits[:, self.experts.down.shape[0], None].sigmoid()
             out.addcmul_(self.shared.compute(normed), gate)
         elif self.shared is not None:
             self.shared.compute(normed, out)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from tieredkv.engine.quantized_modules import keep_quantized, quantized_parameters, quantized_paths
+
 MAX_TABLE_BYTES = 1 << 30
 """The most that the tables of a model's ropes may take."""
 
@@ -17,12 +19,16 @@ _NUM_TABLE_ROWS = 1 << 14
 def find_unknown_part(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
     """Return which part of a model is not as its class makes it by the config; None if all are."""
     with torch.device("meta"):
-        plain = _parts(type(model)(copy.deepcopy(config)))
-    found = _parts(model)
+        whole = type(model)(copy.deepcopy(config))
+    for path, method in quantized_paths(model):
+        keep_quantized(whole, [path], method)
+    plain, found = _parts(whole), _parts(model)
     for path in [*found, *plain]:
         if found.get(path) != plain.get(path):
             return f"`{path}` is a `{found.get(path)}`, not a `{plain.get(path)}`"
-    if len({(parameter.dtype, parameter.device) for parameter in model.parameters()}) > 1:
+    quantized = {id(tensor) for pair in quantized_parameters(model) for tensor in pair}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in quantized]
+    if len({(parameter.dtype, parameter.device) for parameter in others}) > 1:
         return "its parameters are of several dtypes or on several devices"
     return None
 

@@ -15,22 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tieredkv.config import Dtype, Fingerprint, Settings
 from tieredkv.engine import fused_gemma, fused_hybrid
-from tieredkv.engine.attention import (
-    ATTENTION_NAME,
-    AttentionLayer,
-    ModelLayer,
-    attention_layers,
-    own_layers,
-)
+from tieredkv.engine.attention import AttentionLayer, ModelLayer, attention_layers, own_layers
 from tieredkv.engine.byte_tokenizer import BYTE_VOCAB_SIZE, stop_token_ids
 from tieredkv.engine.checkpoint import (
     TINY_NAME,
@@ -44,7 +33,7 @@ from tieredkv.engine.checkpoint import (
     read_generation_config,
     refused,
 )
-from tieredkv.engine.experts import EXPERTS_NAME
+from tieredkv.engine.drawn_weights import draw_weights, make_model, make_quantized_model
 from tieredkv.engine.fingerprint import (
     CACHE_DIR,
     file_state,
@@ -58,7 +47,12 @@ from tieredkv.engine.fused_hybrid import FusedHybrid
 from tieredkv.engine.fused_latent import fuse_latents
 from tieredkv.engine.fused_norms import fuse_norms
 from tieredkv.engine.latent import keep_latents
-from tieredkv.engine.quantized import check_quantization_files, find_quantization
+from tieredkv.engine.quantized import (
+    check_quantization_files,
+    find_quantization,
+    unquantized_modules,
+)
+from tieredkv.engine.quantized_modules import ARITHMETIC, Method, method_for
 from tieredkv.engine.recurrent import keep_states
 from tieredkv.engine.rope import fixed_rope, scaled_rope, why_unscalable
 from tieredkv.engine.suitability import Reasons, check_config, check_reasons, probe_attention
@@ -71,16 +65,8 @@ from tieredkv.types import DTYPE_BYTES, KVSpec, LayerKV, Progress, StateShape, i
 
 logger = logging.getLogger(__name__)
 
-RANDOM_SEED = 0
-RANDOM_STD = 0.02
-
-_LOG_DECAYS = -7.0, -3.0
-"""Range of the logarithms of decays: a state loses about 0.1 to 4 % with each token."""
-
 Fused = FusedModel | FusedGemma | FusedHybrid
 """A model whose layers run in a few large steps."""
-
-_AUTO_MODEL: Any = AutoModelForCausalLM  # untyped in transformers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +84,7 @@ class FoundModel:
         folder: the folder of its files; None for a model with drawn weights.
         generation: what its authors recommend for its answers.
         rope: parameters of its rope where they are not those of its config.json.
+        method: how quantized weights stay quantized; None if all are dequantised.
     """
 
     name: str
@@ -110,6 +97,7 @@ class FoundModel:
     folder: Path | None
     generation: GenerationConfig
     rope: dict[str, Any] | None
+    method: Method | None
 
     @property
     def vocab_size(self) -> int:
@@ -148,13 +136,14 @@ class FoundModel:
     def _identity(self) -> dict[str, Any]:
         """What identifies the model beside its weights.
 
-        Of quantized weights it names the dtype that they are dequantised to, since products of the
-        quantized numbers themselves would give other keys and values.
+        Of quantized weights it names the arithmetic: the dtype that they are dequantised to, or how
+        they are multiplied as they are stored, which gives other keys and values.
         """
         table = self.whole_config.to_dict()
         table |= {} if self.rope is None else {"rope_parameters": self.rope}
         is_quantized = find_quantization(self.name, self.whole_config) is not None
-        return table | ({"arithmetic": self.dtype} if is_quantized else {})
+        arithmetic = self.dtype if self.method is None else ARITHMETIC[self.method]
+        return table | ({"arithmetic": arithmetic} if is_quantized else {})
 
     def find_fingerprint(
         self, *, fingerprint: Fingerprint = "full", progress: Progress = ignore_progress
@@ -196,8 +185,9 @@ class FoundModel:
             files, cache = find_weight_files(self.name, folder), CACHE_DIR.expanduser()
             states = [*map(file_state, files)]
             progress("loading weights", 0, 1)
-            how = {"dtype": getattr(torch, self.dtype), "device": self.device}
-            model = load_weights(self.name, self.config, files, whole=self.whole_config, **how)
+            how: dict[str, Any] = {"dtype": getattr(torch, self.dtype), "method": self.method}
+            how |= {"whole": self.whole_config, "device": self.device}
+            model = load_weights(self.name, self.config, files, **how)
             progress("loading weights", 1, 1)
             digest = files_fingerprint(
                 table, files, mode=fingerprint, cache_dir=cache, progress=progress
@@ -326,7 +316,8 @@ def find_model(
         check_folder(name, folder)
         whole = read_config(name, folder)
         generation = read_generation_config(name, folder)
-    if find_quantization(name, whole) is None and folder is not None:
+    quantization = find_quantization(name, whole)
+    if quantization is None and folder is not None:
         check_quantization_files(name, folder)
     told = text_config(name, whole)
     config = told if rope_scaling is None else scaled_rope(name, told, rope_scaling)
@@ -342,10 +333,12 @@ def find_model(
     if state_layers(layers) and target.type == "cuda" and (why := delta_chunks.why_missing()):
         raise refused(name, why)
     number_type = _resolve_dtype(dtype, whole, config, target)
+    method = method_for(quantization, target, number_type)
     if folder is not None:
         folder = find_folder(name, ["*.safetensors"])
         files = find_weight_files(name, folder)
-        check_weights(name, config, files, whole=whole, dtype=getattr(torch, number_type))
+        how: dict[str, Any] = {"dtype": getattr(torch, number_type), "method": method}
+        check_weights(name, config, files, whole=whole, **how)
     elif config.vocab_size < BYTE_VOCAB_SIZE:
         needed = f"the {BYTE_VOCAB_SIZE} tokens of the byte-level tokenizer"
         what = f"its vocabulary of {config.vocab_size} tokens is too small for {needed}"
@@ -361,6 +354,7 @@ def find_model(
         folder=folder,
         generation=generation,
         rope=None if rope == getattr(told, "rope_parameters", None) else rope,
+        method=method,
     )
 
 
@@ -439,35 +433,15 @@ def _resolve_dtype(
 def _draw_weights(found: FoundModel) -> Any:
     """Make a model with random weights, directly on its device and in its dtype."""
     devices = [found.device] if found.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.device(found.device):
-        model = _AUTO_MODEL.from_config(
-            found.config,
-            dtype=getattr(torch, found.dtype),
-            attn_implementation=ATTENTION_NAME,
-            experts_implementation=EXPERTS_NAME,
-        )
-    draw = init_tiny_weights if found.name == TINY_NAME else _draw_gaussians
-    draw(model)
-    return model
-
-
-@torch.no_grad()
-def _draw_gaussians(model: PreTrainedModel) -> None:
-    """Fill every matrix with small Gaussians and every norm with ones, in place.
-
-    Sinks are drawn with a deviation of 1, so that those of two heads are not taken for one another,
-    and decays of recurrent states so that they remember.
-    """
-    generator = torch.Generator(model.device).manual_seed(RANDOM_SEED)
-    for name, parameter in model.named_parameters():
-        if name.endswith("sinks"):
-            parameter.normal_(generator=generator)
-        elif name.endswith("A_log"):
-            parameter.uniform_(*_LOG_DECAYS, generator=generator)
-        elif parameter.ndim == 1:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    form = found.config, getattr(torch, found.dtype), found.device
+    with torch.random.fork_rng(devices=devices):
+        if found.method is None:
+            model = make_model(*form)
         else:
-            parameter.normal_(0.0, RANDOM_STD, generator=generator)
+            excluded = unquantized_modules(found.whole_config)
+            model = make_quantized_model(*form, found.method, excluded)
+        (init_tiny_weights if found.name == TINY_NAME else draw_weights)(model)
+    return model
 
 
 def _eos_token_ids(*sources: Any) -> frozenset[int]:

@@ -5,13 +5,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-Linear = tuple[Tensor, Tensor | None]
+from tieredkv.engine.quantized_modules import QuantizedLinear
+from tieredkv.kernels.quantized import Fp8Matrix
+
+Linear = tuple[Tensor | Fp8Matrix, Tensor | None]
 """A weight [outputs, inputs], and a bias or None."""
 
 
 def merge_linears(*linears: nn.Linear) -> Linear:
-    """Put linear layers of one input under one another and make their parameters views."""
-    weight = merge_parameters([linear.weight for linear in linears])
+    """Put linear layers of one input under one another and make their parameters views.
+
+    All of them are quantized, in whole blocks, or none is.
+    """
+    values = merge_parameters([linear.weight for linear in linears])
+    weight: Tensor | Fp8Matrix = values
+    quantized = [linear for linear in linears if isinstance(linear, QuantizedLinear)]
+    if quantized:
+        assert len(quantized) == len(linears), "only some of the merged matrices are quantized"
+        weight = Fp8Matrix(values, merge_parameters([linear.scales for linear in quantized]))
     biases = [linear.bias for linear in linears if linear.bias is not None]
     return weight, merge_parameters(biases) if biases else None
 

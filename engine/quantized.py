@@ -9,7 +9,7 @@ used. This module knows names and numbers in weight files, not models.
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -64,12 +64,10 @@ class Dequantised(NamedTuple):
 
     Attributes:
         tensors: all that a model may use, without scales.
-        num_weights: how many of them are dequantised.
         unused: names of scales that only products in FP8 would use.
     """
 
     tensors: Tensors
-    num_weights: int
     unused: list[str]
 
 
@@ -92,12 +90,9 @@ def find_quantization(name: str, config: PreTrainedConfig) -> Quantization | Non
     Raises:
         ModelError: they are quantized in a way that is not supported.
     """
-    parts = (config, getattr(config, "text_config", None))
-    tables = [getattr(part, field, None) for part in parts for field in CONFIG_FIELDS]
-    table = next(filter(None, tables), None)
+    table = _find_table(config)
     if table is None:
         return None
-    table = table if isinstance(table, Mapping) else table.to_dict()
     method = str(table.get("quant_method"))
     if table.get("quant_method") is None:
         what = "its weights are quantized, and config.json does not say how (`quant_method`)"
@@ -114,6 +109,20 @@ def find_quantization(name: str, config: PreTrainedConfig) -> Quantization | Non
     except msgspec.ValidationError as error:
         what = f"`weight_block_size` = {block} in config.json is not two positive numbers"
         raise refused(name, what) from error
+
+
+def unquantized_modules(config: PreTrainedConfig) -> list[str]:
+    """Return which modules a config excludes from quantization, by parts of their paths."""
+    table = _find_table(config) or {}
+    told = table.get("modules_to_not_convert") or table.get("ignored_layers") or ()
+    return [str(part) for part in told]
+
+
+def _find_table(config: PreTrainedConfig) -> Mapping[str, Any] | None:
+    parts = (config, getattr(config, "text_config", None))
+    tables = [getattr(part, field, None) for part in parts for field in CONFIG_FIELDS]
+    table = next(filter(None, tables), None)
+    return table if table is None or isinstance(table, Mapping) else table.to_dict()
 
 
 def check_quantization_files(name: str, folder: Path) -> None:
@@ -158,8 +167,7 @@ def dequantised(
         found = dict(_fp8_weights(name, used, quantization.block, dtype))
     else:
         found = dict(_mxfp4_weights(name, used, dtype))
-    num_weights = sum(isinstance(it, (Fp8Weight, Mxfp4Weight)) for it in found.values())
-    return Dequantised(found, num_weights, unused)
+    return Dequantised(found, unused)
 
 
 def _fp8_weights(
@@ -225,7 +233,14 @@ class Fp8Weight:
     def __init__(
         self, weight: Any, scales: Any, block: tuple[int, int], dtype: torch.dtype
     ) -> None:
-        self._weight, self._scales, self._block, self._dtype = weight, scales, block, dtype
+        self._weight, self._scales, self._dtype = weight, scales, dtype
+        self.block = block
+
+    def as_stored(self) -> "tuple[Stored, Stored]":
+        """Return the weight and its scales, float32 and in the order of the blocks."""
+        shape, grid, scales = self.get_shape(), [*self._grid()], self._scales
+        weight = Stored(shape, str(self._weight.get_dtype()), lambda: self._weight[...])
+        return weight, Stored(grid, "F32", lambda: scales[...].float().reshape(grid))
 
     def get_shape(self) -> list[int]:
         """Return the shape of the weight."""
@@ -239,9 +254,8 @@ class Fp8Weight:
         """Read and dequantise the weight; besides the result only some rows are in memory."""
         assert index is Ellipsis, index
         *others, rows, columns = self.get_shape()
-        high, wide = self._block
-        grid = (*others, math.ceil(rows / high), math.ceil(columns / wide))
-        scales = self._scales[...].float().reshape(grid)
+        high, wide = self.block
+        scales = self._scales[...].float().reshape(self._grid())
         result = torch.empty(*others, rows, columns, dtype=self._dtype)
         # A piece has one row of scales, or one for each of its rows.
         step = high if 1 < high < rows else _PIECE_ROWS
@@ -256,6 +270,38 @@ class Fp8Weight:
                 piece = _looked_up(_FP8_VALUES, stored.view(torch.uint8))
                 result[(*place, slice(start, end))] = piece * factors
         return result
+
+    def _grid(self) -> tuple[int, ...]:
+        """Return the shape of the scales."""
+        *others, rows, columns = self.get_shape()
+        high, wide = self.block
+        return (*others, math.ceil(rows / high), math.ceil(columns / wide))
+
+
+class Stored:
+    """A tensor that stays as weight files hold it, read like a slice of safetensors.
+
+    Args:
+        shape: of the tensor.
+        dtype: by safetensors' name.
+        read: reads it.
+    """
+
+    def __init__(self, shape: list[int], dtype: str, read: Callable[[], Tensor]) -> None:
+        self._shape, self._dtype, self._read = shape, dtype, read
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of what is read."""
+        return self._shape
+
+    def get_dtype(self) -> str:
+        """Return the dtype of what is read, by safetensors' name."""
+        return self._dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Read all of it."""
+        assert index is Ellipsis, index
+        return self._read()
 
 
 def _mxfp4_weights(name: str, tensors: Tensors, dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
@@ -292,6 +338,13 @@ class Mxfp4Weight:
 
     def __init__(self, blocks: Any, scales: Any, dtype: torch.dtype) -> None:
         self._blocks, self._scales, self._dtype = blocks, scales, dtype
+
+    def as_stored(self) -> tuple[Stored, Stored]:
+        """Return the packed weights, [experts, outputs, inputs / 2], and their scales."""
+        experts, outputs, groups, num_bytes = self._blocks.get_shape()
+        shape, blocks, scales = [experts, outputs, groups * num_bytes], self._blocks, self._scales
+        weight = Stored(shape, "U8", lambda: blocks[...].flatten(2))
+        return weight, Stored([*scales.get_shape()], "U8", lambda: scales[...])
 
     def get_shape(self) -> list[int]:
         """Return the shape of what is read: [experts, inputs, outputs]."""

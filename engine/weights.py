@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 from safetensors import safe_open
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import logging as transformers_logging
@@ -28,7 +29,20 @@ from transformers.utils import logging as transformers_logging
 from tieredkv.engine.attention import ATTENTION_NAME
 from tieredkv.engine.checkpoint import reason_of, refused, refusing
 from tieredkv.engine.experts import EXPERTS_NAME
-from tieredkv.engine.quantized import Tensors, dequantised, find_quantization
+from tieredkv.engine.quantized import (
+    Fp8Weight,
+    Mxfp4Weight,
+    Tensors,
+    dequantised,
+    find_quantization,
+)
+from tieredkv.engine.quantized_modules import (
+    Method,
+    find_stored,
+    keep_quantized,
+    quantized_class,
+    stored,
+)
 from tieredkv.engine.suitability import Reasons, check_reasons
 from tieredkv.engine.text_model import ignored_names, is_multimodal, split_tensors, turned
 
@@ -37,6 +51,7 @@ logger = logging.getLogger(__name__)
 _AUTO_MODEL: Any = AutoModelForCausalLM  # untyped in transformers
 _NUM_NAMES_TOLD = 3
 _NUM_GROUPS_TOLD = 8
+_WIDE_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 """Of the tensors in a safetensors file; narrower ones mean nothing without their scales."""
 
@@ -83,6 +98,7 @@ def check_weights(
     *,
     whole: PreTrainedConfig,
     dtype: torch.dtype,
+    method: Method | None = None,
 ) -> None:
     """Refuse weight files that cannot be those of a model, by what their headers say.
 
@@ -92,12 +108,13 @@ def check_weights(
         files: the weight files.
         whole: the config that lies beside them.
         dtype: of the model.
+        method: how weights stay quantized; None if all of them are dequantised.
 
     Raises:
         ModelError: a file cannot be read, or a tensor is not one of the model.
     """
     with contextlib.ExitStack() as stack:
-        _open_checkpoint(name, config, files, whole, dtype, stack)
+        _open_checkpoint(name, config, files, whole, dtype, method, stack)
 
 
 def load_weights(
@@ -108,6 +125,7 @@ def load_weights(
     whole: PreTrainedConfig,
     dtype: torch.dtype,
     device: torch.device,
+    method: Method | None = None,
 ) -> PreTrainedModel:
     """Make the model that a config describes and weight files hold, on its device.
 
@@ -118,13 +136,14 @@ def load_weights(
         whole: as well.
         dtype: as well.
         device: where the weights will lie.
+        method: as well.
 
     Raises:
         ModelError: the files cannot be read, or do not hold exactly the tensors of the model, or
             some values are not finite.
     """
     with contextlib.ExitStack() as stack:
-        opened = _open_checkpoint(name, config, files, whole, dtype, stack)
+        opened = _open_checkpoint(name, config, files, whole, dtype, method, stack)
         empty, tensors = opened.empty, opened.tensors
         for text in opened.told:
             logger.info("model `%s`: %s", name, text)
@@ -132,7 +151,7 @@ def load_weights(
         options["experts_implementation"] = EXPERTS_NAME
         stack.enter_context(_quiet_transformers())
         with refusing(name, "its weights do not fit its config", _merge_reason):
-            model, info = type(empty).from_pretrained(
+            model, info = opened.kind.from_pretrained(
                 None,  # no folder: nothing is read but these tensors
                 config=opened.config,
                 state_dict=tensors,
@@ -140,6 +159,7 @@ def load_weights(
                 output_loading_info=True,
                 **options,
             )
+        model.__class__ = type(empty)
         untied = sorted({*empty.all_tied_weights_keys} - {*model.all_tied_weights_keys})
         check_reasons(name, _tensor_reasons(info, untied))
         model = model.to(device)
@@ -159,12 +179,14 @@ class _Opened(NamedTuple):
     Attributes:
         config: that of the model to make.
         empty: the model on the meta device.
+        kind: the class to make it of.
         tensors: those that it is made from, by names that transformers knows for it.
         told: what operators should know of the other tensors.
     """
 
     config: PreTrainedConfig
     empty: Any
+    kind: Any
     tensors: Tensors
     told: list[str]
 
@@ -175,6 +197,7 @@ def _open_checkpoint(
     files: Sequence[Path],
     whole: PreTrainedConfig,
     dtype: torch.dtype,
+    method: Method | None,
     stack: contextlib.ExitStack,
 ) -> _Opened:
     """Find the tensors of a model in weight files, and check their names and shapes.
@@ -185,6 +208,7 @@ def _open_checkpoint(
     empty, tensors = _empty_model(config), _open_tensors(name, files, stack)
     told: list[str] = []
     unused: list[str] = []
+    scales: list[str] = []
     if is_part := is_multimodal(whole):
         tensors, unused, config.tie_word_embeddings = split_tensors(name, whole, empty, tensors)
         empty = _empty_model(config)
@@ -193,17 +217,35 @@ def _open_checkpoint(
     if unused := [*unused, *(key for key in tensors if key not in used)]:
         told.append(f"{len(unused)} tensors are not used: {_counted(_groups(unused, state))}")
     if quantization is not None:
-        found = dequantised(name, used, quantization, dtype)
-        used, kind = found.tensors, str(dtype).removeprefix("torch.")
-        told.append(f"{found.num_weights} {quantization.method} weights are dequantised to {kind}")
-        if found.unused:
-            ends = Counter(key.rpartition(".")[2] for key in found.unused)
-            told.append(f"{len(found.unused)} static scales are not used: {_counted(ends)}")
+        used, scales = dequantised(name, used, quantization, dtype)
     if is_part:
         used = turned(used, state)
+    kind = type(empty)
+    if quantization is not None:
+        paths = [] if method is None else find_stored(empty, used, method)
+        if method is not None:
+            kind, used = quantized_class(kind, paths, method), stored(empty, used, paths)
+            keep_quantized(empty, paths, method)
+            state = empty.state_dict()
+        told.append(_told_of_quantized(quantization.method, used, paths, dtype))
+        if scales:
+            ends = Counter(key.rpartition(".")[2] for key in scales)
+            told.append(f"{len(scales)} static scales are not used: {_counted(ends)}")
     check_reasons(name, _header_reasons(config.model_type, is_part, state, used))
     check_reasons(name, _count_reasons(empty, used))
-    return _Opened(config, empty, used, told)
+    return _Opened(config, empty, kind, used, told)
+
+
+def _told_of_quantized(
+    method: str, tensors: Tensors, paths: Sequence[str], dtype: torch.dtype
+) -> str:
+    """Say how many quantized weights are multiplied as they are stored, and what of the others."""
+    count = sum(isinstance(it, (Fp8Weight, Mxfp4Weight)) for it in tensors.values())
+    what = f"{count} {method} weights are dequantised to {str(dtype).removeprefix('torch.')}"
+    if not paths:
+        return what
+    others = f"; {what}" if count else ""
+    return f"{len(paths)} modules multiply by {method} weights as they are stored{others}"
 
 
 def _empty_model(config: PreTrainedConfig) -> Any:
@@ -260,8 +302,8 @@ def _header_reasons(kind: str, is_part: bool, state: dict[str, Any], tensors: Te
         yield True, f"{what}, but config.json describes a text model (`{kind}`); {way_out}"
 
     def is_narrow(key: str) -> bool:
-        is_number = key in state and not state[key].is_floating_point()
-        return tensors[key].get_dtype() not in _FLOAT_DTYPES and not is_number
+        is_wide = key not in state or state[key].dtype in _WIDE_DTYPES
+        return tensors[key].get_dtype() not in _FLOAT_DTYPES and is_wide
 
     if narrow := list(filter(is_narrow, tensors)):
         what = f"{_named(narrow)} {_are(narrow)} stored as {tensors[narrow[0]].get_dtype()}"
@@ -339,8 +381,8 @@ def _counted(groups: Counter[str]) -> str:
 def _tensor_reasons(info: dict[str, Any], untied: Sequence[str]) -> Reasons:
     """Say where tensors, by transformers' names for them, and those of the model differ."""
     yield from _name_reasons(sorted(info["unexpected_keys"]), sorted(info["missing_keys"]))
-    for key, stored, expected in sorted(info["mismatched_keys"]):
-        shapes = f"has the shape {tuple(stored)}, but config.json says {tuple(expected)}"
+    for key, found, expected in sorted(info["mismatched_keys"]):
+        shapes = f"has the shape {tuple(found)}, but config.json says {tuple(expected)}"
         yield True, f"its weights do not fit its config: tensor `{key}` {shapes}"
     what = "tied to the input embeddings by config.json, but stored with other values"
     yield untied, f"its weights do not fit its config: {_named(untied)} {_are(untied)} {what}"
@@ -348,11 +390,18 @@ def _tensor_reasons(info: dict[str, Any], untied: Sequence[str]) -> Reasons:
 
 def _value_reasons(model: PreTrainedModel, dtype: str) -> Reasons:
     """Say which tensors hold NaN or infinite values; each is read once, where it lies."""
-    floats = {key: it for key, it in model.state_dict().items() if it.is_floating_point()}
+    tensors = model.state_dict()
+    floats = {key: it for key, it in tensors.items() if it.dtype in _WIDE_DTYPES}
     ranges = [torch.stack(torch.aminmax(it)).float() for it in floats.values() if it.numel()]
     is_finite = torch.stack(ranges).isfinite().all(dim=1).tolist()
     bad = [key for key, fine in zip(floats, is_finite, strict=True) if not fine]
+    bad += [key for key, it in tensors.items() if it.dtype == torch.float8_e4m3fn and _has_nan(it)]
     yield bad, f"{_named(bad)} {'hold' if len(bad) > 1 else 'holds'} NaN or infinity in {dtype}"
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    """Return whether a tensor in FP8 has a NaN, of which there are two."""
+    return bool((tensor.view(torch.uint8) & 0x7F == 0x7F).any())
 
 
 def _named(keys: Collection[str]) -> str:

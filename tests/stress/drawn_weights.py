@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 DEVIATION = 0.02
-"""Of matrices, as `tieredkv.engine.loader.RANDOM_STD`."""
+"""Of matrices, as `tieredkv.engine.drawn_weights.RANDOM_STD`."""
 
 _numbers = itertools.count()  # tensors of different layers may have one name
 

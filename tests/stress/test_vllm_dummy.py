@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from tests.stress import drawn_weights
 from tests.stress.vllm_dummy import write_model, write_plugin
-from tieredkv.engine.loader import RANDOM_STD
+from tieredkv.engine.drawn_weights import RANDOM_STD
 
 
 @pytest.mark.parametrize(
