@@ -20,6 +20,7 @@ from tieredkv.kernels import (
     delta_rule,
     dense_kernels,
     expert_products,
+    fp8_products,
     fused,
     latent_attention,
     latent_rotation,
@@ -30,7 +31,18 @@ from tieredkv.kernels import (
     short_conv,
     store_kv,
 )
-from tieredkv.kernels.expert_layout import EXACT, LARGE, MIDDLE, NARROW, WIDE, GateKind, Tiling
+from tieredkv.kernels.expert_layout import (
+    EXACT,
+    FP8_TILINGS,
+    LARGE,
+    MIDDLE,
+    MXFP4_TILINGS,
+    NARROW,
+    WIDE,
+    GateKind,
+    Tiling,
+)
+from tieredkv.kernels.fp8 import choose_tiling
 from tieredkv.kernels.partition import (
     INTS_PER_PROGRAM,
     INTS_PER_TILE,
@@ -39,6 +51,7 @@ from tieredkv.kernels.partition import (
     narrow_tiling,
     wide_tiling,
 )
+from tieredkv.kernels.quantized import Format
 from tieredkv.types import StateShape
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -69,13 +82,25 @@ OTHER_POINTERS = {
     "source_ptr": "*i64",
     "target_ptr": "*i64",
 }
+FP8_POINTERS = {
+    "x_ptr": "*fp8e4nv",
+    "x_scales_ptr": "*fp32",
+    "weight_ptr": "*fp8e4nv",
+    "weight_scales_ptr": "*fp32",
+}
+MXFP4_POINTERS = {"x_ptr": "*i64", "weight_ptr": "*i16", "weight_scales_ptr": "*u8"}
 FLOATS = ("scale_log2", "eps", "offset", "alpha", "limit", "scale", "logit_scale", "beta_scale")
 
 
 def compile_kernel(
-    kernel: Any, dtype: torch.dtype, constants: dict[str, Any], **options: int
+    kernel: Any,
+    dtype: torch.dtype,
+    constants: dict[str, Any],
+    pointers: dict[str, str] | None = None,
+    **options: int,
 ) -> None:
     """Compile for strides that are multiples of 16, and print the shared memory needed."""
+    known = {**OTHER_POINTERS, **(pointers or {})}
     signature, values, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -84,7 +109,7 @@ def compile_kernel(
             continue
         if name.endswith("_ptr"):
             signature[name] = (
-                "*fp32" if name.startswith("lse_") else OTHER_POINTERS.get(name, POINTERS[dtype])
+                "*fp32" if name.startswith("lse_") else known.get(name, POINTERS[dtype])
             )
         else:
             signature[name] = "fp32" if name in FLOATS else "i32"
@@ -157,6 +182,7 @@ def compile_products(dtype: torch.dtype, group: int, head_dim: int, value_dim: i
         prefill_products._scores_kernel,
         dtype,
         sizes | {"HEAD_DIM": head_dim, "ROW_TILES": prefill_products.ROW_TILES},
+        None,
         **prefill_products.SCORES_OPTIONS,
     )
     own = {"DIMS": prefill_products.DIMS, "KEY_TILES": prefill_products.KEY_TILES}
@@ -164,6 +190,7 @@ def compile_products(dtype: torch.dtype, group: int, head_dim: int, value_dim: i
         prefill_products._values_kernel,
         dtype,
         sizes | own | {"HEAD_DIM": value_dim},
+        None,
         **prefill_products.VALUES_OPTIONS,
     )
 
@@ -301,10 +328,14 @@ def compile_experts(
     *,
     is_transposed: bool = False,
     is_sorted: bool = True,
+    weights: Format = "plain",
 ) -> None:
-    """Compile both grouped products, with biases if the weights are transposed."""
+    """Compile both grouped products, with biases if the gate is clamped."""
     stride = {"output_stride" if is_transposed else "input_stride": 1}
-    bias = {} if is_transposed else {"bias_ptr": None}
+    bias = {} if gate == "clamped" else {"bias_ptr": None}
+    scales = {} if weights == "fp8" else {"x_scales_ptr": None}
+    scales |= {"weight_scales_ptr": None} if weights == "plain" else {}
+    pointers = {"plain": {}, "fp8": FP8_POINTERS, "mxfp4": MXFP4_POINTERS}[weights]
     for kind, tile, outputs, inputs in (
         (gate, tiling.gate_up, 2 * num_inner, hidden_size),
         ("none", tiling.down, hidden_size, num_inner),
@@ -314,11 +345,14 @@ def compile_experts(
             dtype,
             stride
             | bias
+            | scales
             | ({} if is_sorted else {"pairs_ptr": None})
             | ({} if kind == "none" else {"routing_ptr": None})
             | {
+                "FORMAT": weights,
+                "HAS_PTX": weights == "mxfp4",
                 "GATE": kind,
-                "IS_INTERLEAVED": is_transposed,
+                "IS_INTERLEAVED": gate == "clamped",
                 "PAIRS_PER_ROW": 1 if kind == "none" else 8,
                 "NUM_OUTPUTS": outputs,
                 "NUM_INPUTS": inputs,
@@ -328,9 +362,51 @@ def compile_experts(
                 "OUTPUT_TILE": tile.num_outputs,
                 "INPUT_TILE": tile.num_inputs,
             },
+            pointers,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
+
+
+def compile_fp8(num_outputs: int, num_inputs: int) -> None:
+    """Compile what `layers.linear` launches for weights in FP8."""
+    dtype = torch.bfloat16
+    for num_rows in (1, 32, 64, 300):
+        rows, outputs, splits, num_warps, num_stages = choose_tiling(
+            num_rows, num_outputs, num_inputs
+        )
+        compile_kernel(
+            fp8_products._multiply_kernel,
+            dtype,
+            ({} if splits == 1 else {"bias_ptr": None})
+            | {
+                "HAS_RESIDUAL": splits == 1,
+                "NUM_OUTPUTS": num_outputs,
+                "NUM_INPUTS": num_inputs,
+                "NUM_SPLITS": splits,
+                "ROW_TILE": rows,
+                "OUTPUT_TILE": outputs,
+            },
+            FP8_POINTERS | ({} if splits == 1 else {"out_ptr": "*fp32"}),
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+    for rows in (1, fp8_products.QUANTISE_ROWS):
+        compile_kernel(
+            fp8_products._quantise_rows_kernel,
+            dtype,
+            {"CAN_ROUND": True, "NUM_COLUMNS": num_inputs, "ROWS": rows},
+            {"values_ptr": "*fp8e4nv", "scales_ptr": "*fp32"},
+            num_warps=1 if rows == 1 else 4,
+        )
+    sums = {"HAS_RESIDUAL": True, "NUM_OUTPUTS": num_outputs, "NUM_SPLITS": 7}
+    compile_kernel(
+        fp8_products._add_splits_kernel,
+        dtype,
+        sums | {"TILE": fp8_products.SUM_TILE},
+        {"parts_ptr": "*fp32"},
+        num_warps=4,
+    )
 
 
 def compile_routing(hidden_size: int, *, is_short: bool) -> None:
@@ -418,6 +494,11 @@ def compile_first() -> None:
     compile_experts(torch.bfloat16, LARGE, 2880, 2880, "clamped", is_transposed=True)
     compile_experts(torch.float32, EXACT, 768, 2048, "silu")
     compile_experts(torch.bfloat16, NARROW, 768, 2048, "silu", is_sorted=False)
+    for tiling in FP8_TILINGS:
+        compile_experts(torch.bfloat16, tiling, 512, 2048, "silu", weights="fp8")
+    for tiling in MXFP4_TILINGS:
+        compile_experts(torch.bfloat16, tiling, 2880, 2880, "clamped", weights="mxfp4")
+    compile_fp8(5120, 17408)
     compile_rotation(torch.bfloat16, 32, 4, 512, is_gemma=True)
     compile_rotation(torch.bfloat16, 8, 0, 256, is_gemma=True)
     compile_rotation(torch.bfloat16, 24, 4, 256, is_hybrid=True)

@@ -32,10 +32,11 @@ def draw_weight(*shape: int, device: str = "cpu") -> Fp8Matrix:
 
 def exact_rows(x: Tensor) -> Tensor:
     """Quantise rows in float64, one by one."""
-    groups = x.cpu().double().unflatten(1, (-1, 128))
+    groups = x.cpu().double().view(len(x), -1, 128)
     scales = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
     values = (groups / scales).float().clamp(-448, 448).to(torch.float8_e4m3fn)
-    return (values.double() * scales).flatten(1)
+    rows: Tensor = values.double() * scales
+    return rows.flatten(1)
 
 
 def exact_weight(weight: Fp8Matrix) -> Tensor:

@@ -200,14 +200,14 @@ def test_every_code_and_scale_means_the_number_of_the_checkpoint(
     device: str, choose: Choose, backend: str
 ) -> None:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    size = 320
+    size = 160
     place = torch.arange(size)
     codes = (place[:, None] + place[None, :]) % 16
     codes[:, -32:] &= 11  # 2^127 times 2 or more is infinite
     packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)[None]
-    stored = torch.tensor([0, 1, 2, 100, 126, 127, 128, 140, 200, 254])
+    stored = torch.tensor([0, 1, 127, 130, 254])
     scales = stored.to(torch.uint8).repeat(size, 1)[None]
-    wanted = Mxfp4Weight(Slice(packed.unflatten(2, (-1, 16))), Slice(scales), dtype)[...][0]
+    wanted = Mxfp4Weight(Slice(packed.view(1, size, -1, 16)), Slice(scales), dtype)[...][0]
     # Of token t, the gate of output t is 2, and others are 0: so is its one inner value 1.
     gates = torch.zeros(1, 2 * size, size // 2, dtype=torch.uint8)
     gates[0, 2 * place, place // 2] = (4 << 4 * (place % 2)).to(torch.uint8)
