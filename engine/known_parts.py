@@ -58,6 +58,8 @@ def cos_sin_table(rotary: Any, num_positions: int, *, num_angles: int, **options
     for start in range(0, num_positions, _NUM_TABLE_ROWS):
         end = min(start + _NUM_TABLE_ROWS, num_positions)
         positions = torch.arange(start, end, device=device)[None]
+        if hasattr(rotary, "mrope_section"):  # has positions in time, height and width
+            positions = positions.expand(3, 1, -1)
         cos, sin = rotary(like, position_ids=positions, **options)
         # The other half of a head turns by the same angles.
         parts.append(torch.cat([cos[0, :, :num_angles], sin[0, :, :num_angles]], dim=-1))
