@@ -107,19 +107,25 @@ def multiply(x: Tensor, weight: Fp8Matrix, bias: Tensor | None, residual: Tensor
     Sums are float32. The bias and the residual stream are added before the result is rounded.
     """
     num_rows, num_outputs = len(x), weight.shape[0]
-    out = x.new_empty(num_rows, num_outputs) if residual is None else residual
-    if not num_rows:
-        return out
     if not checks.use_triton(x.device):
         exact = reference.multiply_fp8(x, weight, bias)
-        out.copy_(exact if residual is None else exact + residual.float())
-        return out
+        return exact.to(x.dtype) if residual is None else residual.copy_(exact + residual.float())
+    is_alone = residual is None and bias is None and num_rows < 2 * PRODUCT_ROWS
+    if is_alone and _takes_scaled_mm(num_rows, weight, x.dtype):
+        return _scaled_mm(*quantise_rows(x), weight, x.dtype)
+    out = x.new_empty(num_rows, num_outputs) if residual is None else residual
     starts = range(0, max(1, num_rows - PRODUCT_ROWS + 1), PRODUCT_ROWS)
     for start, end in itertools.pairwise([*starts, num_rows]):
+        if start == end:
+            break
         rows = slice(start, end)
         values, scales = quantise_rows(x[rows])
         if _takes_scaled_mm(end - start, weight, x.dtype):
-            _multiply_many(values, scales, weight, bias, out[rows], residual is not None)
+            exact = _scaled_mm(values, scales, weight, torch.float32)
+            for added in (bias, None if residual is None else residual[rows]):
+                if added is not None:
+                    exact += added
+            out[rows] = exact
         else:
             tiling = choose_tiling(end - start, *weight.shape)
             triton_module("fp8_products").multiply(
@@ -134,17 +140,8 @@ def _takes_scaled_mm(num_rows: int, weight: Fp8Matrix, dtype: torch.dtype) -> bo
     return num_rows >= SCALED_MM_ROWS and is_whole and dtype == torch.bfloat16
 
 
-def _multiply_many(
-    values: Tensor,
-    scales: Tensor,
-    weight: Fp8Matrix,
-    bias: Tensor | None,
-    out: Tensor,
-    has_residual: bool,
-) -> None:
-    """Multiply by torch's `scaled_mm`; what is added is added in float32."""
-    is_added = has_residual or bias is not None
-    product = F.scaled_mm(
+def _scaled_mm(values: Tensor, scales: Tensor, weight: Fp8Matrix, dtype: torch.dtype) -> Tensor:
+    return F.scaled_mm(
         values,
         weight.values.t(),
         scale_a=scales,
@@ -153,11 +150,5 @@ def _multiply_many(
         scale_recipe_b=ScalingType.BlockWise128x128,
         swizzle_a=SwizzleType.NO_SWIZZLE,
         swizzle_b=SwizzleType.NO_SWIZZLE,
-        output_dtype=torch.float32 if is_added else out.dtype,
+        output_dtype=dtype,
     )
-    if bias is not None:
-        product += bias
-    if has_residual:
-        out += product
-    else:
-        out.copy_(product)

@@ -11,6 +11,7 @@ from tests.golden import refused
 from tieredkv.engine.quantized import Mxfp4Weight
 from tieredkv.errors import ShapeError
 from tieredkv.kernels import fp8, layers, reference
+from tieredkv.kernels.checks import triton_module
 from tieredkv.kernels.fp8 import Fp8Tiling, choose_tiling
 from tieredkv.kernels.quantized import Fp8Matrix, Mxfp4Matrix, has_fp8
 
@@ -32,7 +33,7 @@ def draw_weight(*shape: int, device: str = "cpu") -> Fp8Matrix:
 
 def exact_rows(x: Tensor) -> Tensor:
     """Quantise rows in float64, one by one."""
-    groups = x.cpu().double().view(len(x), -1, 128)
+    groups = x.cpu().double().view(len(x), x.shape[1] // 128, 128)
     scales = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
     values = (groups / scales).float().clamp(-448, 448).to(torch.float8_e4m3fn)
     rows: Tensor = values.double() * scales
@@ -158,6 +159,65 @@ def test_many_rows_are_quantized_and_multiplied_in_stretches(
     with choose("triton"):
         out = layers.linear(x, weight)
     assert_close(out, exact_rows(x) @ exact_weight(weight).t())
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("num_rows", [256, 512])
+def test_products_of_many_rows_are_left_to_torch(
+    device: str,
+    choose: Choose,
+    monkeypatch: pytest.MonkeyPatch,
+    num_rows: int,
+    has_residual: bool,
+    has_bias: bool,
+) -> None:
+    asked = []
+
+    def scaled_mm(values: Tensor, scales: Tensor, own: Fp8Matrix, dtype: torch.dtype) -> Tensor:
+        asked.append(len(values))
+        rows = values.float().view(len(values), -1, 128) * scales[..., None]
+        return (rows.flatten(1) @ own.dequantised(torch.float32).t()).to(dtype)
+
+    monkeypatch.setattr(fp8, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(fp8, "PRODUCT_ROWS", 256)
+    x = torch.randn(num_rows, 512, device=device, dtype=torch.bfloat16)
+    weight = draw_weight(128, 512, device=device)
+    bias = torch.randn(128, device=device, dtype=torch.bfloat16) if has_bias else None
+    residual = torch.randn(num_rows, 128, device=device).bfloat16() if has_residual else None
+    expected = exact_rows(x) @ exact_weight(weight).t()
+    for added in (bias, residual):
+        expected += 0.0 if added is None else added.cpu().double()
+    with choose("triton"):
+        out = layers.linear(x, weight, bias, residual=residual)
+    assert asked == [256] * (num_rows // 256)
+    assert (out is residual) == has_residual
+    assert_close(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "shape", "dtype"),
+    [
+        (255, (128, 512), torch.bfloat16),
+        (256, (120, 512), torch.bfloat16),
+        (256, (128, 384), torch.bfloat16),
+        (256, (128, 512), torch.float16),
+    ],
+)
+def test_other_products_in_fp8_are_not_left_to_torch(
+    device: str,
+    choose: Choose,
+    monkeypatch: pytest.MonkeyPatch,
+    num_rows: int,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> None:
+    monkeypatch.delattr(fp8, "_scaled_mm")
+    monkeypatch.setattr(triton_module("fp8_products"), "multiply", lambda *_: None)
+    x = torch.zeros(num_rows, shape[1], dtype=dtype, device=device)
+    with choose("triton"):
+        out = layers.linear(x, draw_weight(*shape, device=device))
+    assert out.shape == (num_rows, shape[0])
 
 
 def test_splits_of_the_inputs_are_added_in_their_order(
