@@ -312,7 +312,7 @@ def parse_body(
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise RequestError(f"We could not parse {what[0].lower()}{what[1:]}.") from None
     if not isinstance(parsed, dict):
-        raise RequestError(_wrong_type("body", "an object", parsed), code="invalid_type")
+        raise RequestError(wrong_type("body", "an object", parsed), code="invalid_type")
     return parsed
 
 
@@ -399,7 +399,8 @@ def out_of_bounds(path: str, name: str, bound: float, value: Any) -> RequestErro
     return RequestError(text, param=path, code=code)
 
 
-def _wrong_type(path: str, expected: str, value: object) -> str:
+def wrong_type(path: str, expected: str, value: object) -> str:
+    """Return what an error says of a value that is not of the expected type."""
     got = _CALLED.get(type(value).__name__, "something else")
     return f"Invalid type for '{path}': expected {expected}, but got {got} instead."
 
@@ -431,4 +432,4 @@ def in_openai_words(errors: ValidationError, at: Sequence[str | int] = ()) -> Re
     if names := facts.keys() & _OF_BOUNDS:
         name = names.pop()
         return out_of_bounds(path, name, facts[name], value)
-    return RequestError(_wrong_type(path, expected, value), param=param, code="invalid_type")
+    return RequestError(wrong_type(path, expected, value), param=param, code="invalid_type")

@@ -167,21 +167,28 @@ class Conversation:
     def answer(self, thoughts: str, text: str, end: str) -> Reply:
         """Have the model write an answer, which becomes a part of the conversation."""
         encoded = self._session.encode(self.messages, TOOLS)
-        prompt, cached = encoded.token_ids, 0
-        while tuple(prompt[: cached + BLOCK]) in self._blocks and cached + BLOCK < len(prompt):
-            cached += BLOCK
-        self.num_tokens.append(len(prompt))
-        if self._whole:
-            self.beyond.append(len(prompt) - cached - max(0, len(prompt) - len(self._whole)))
+        prompt = encoded.token_ids
         ids = [*self._sampled(self._written(encoded.text, thoughts) + text), self._vocabulary[end]]
         if not self._draws:
             ids = self._printed(encoded, ids, end)
+        cached = self.compute(encoded, ids)
+        self.num_tokens.append(len(prompt))
+        if self._whole:
+            self.beyond.append(len(prompt) - cached - max(0, len(prompt) - len(self._whole)))
         reply = self._session.answer(encoded, ids, TOOLS)
         self._whole = [*prompt, *ids[:-1]]  # The last token of an answer is not computed.
-        ends = range(BLOCK, len(self._whole) + 1, BLOCK)
-        self._blocks |= {tuple(self._whole[:end]) for end in ends}
         self.messages.append(self._message(reply))
         return reply
+
+    def compute(self, encoded: Encoded, ids: Sequence[int]) -> int:
+        """Compute a prompt and its answer; return how many tokens of the prompt were found."""
+        prompt, cached = encoded.token_ids, 0
+        while tuple(prompt[: cached + BLOCK]) in self._blocks and cached + BLOCK < len(prompt):
+            cached += BLOCK
+        whole = [*prompt, *ids[:-1]]
+        ends = range(BLOCK, len(whole) + 1, BLOCK)
+        self._blocks |= {tuple(whole[:end]) for end in ends}
+        return cached
 
     def _message(self, reply: Reply) -> Any:
         """Return an answer as the conversation goes on with it."""

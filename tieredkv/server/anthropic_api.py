@@ -37,6 +37,7 @@ from tieredkv.server.ignored import nearest, unknown
 from tieredkv.server.known_fields import COUNT_TOKENS, MESSAGES
 from tieredkv.server.schemas import enforceable
 from tieredkv.server.structure import Structure, json_format
+from tieredkv.server.template_arguments import TemplateArguments
 
 MAX_BREAKPOINTS = 4
 MAX_MESSAGES = 16_384
@@ -127,6 +128,7 @@ class Conversation(ApiRequest, Marked):
     ] = Field([])
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    chat_template_kwargs: TemplateArguments = Field({})
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """What older clients send in place of `output_config.format`."""
@@ -281,6 +283,7 @@ class Conversation(ApiRequest, Marked):
             self.layout[0],
             arguments,
             marks,
+            client_arguments=self.chat_template_kwargs,
             is_bounded=is_bounded,
             continues_last=bool(self.prefill),
         )

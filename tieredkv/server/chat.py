@@ -19,7 +19,7 @@ import json
 import logging
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -38,8 +38,17 @@ from tieredkv.server.hosted import Note
 from tieredkv.server.message_parser import Family, Tools
 from tieredkv.server.pieces import PieceEncoder, TooLongError, Trie
 from tieredkv.server.remembered import Memory, Place, Writing
+from tieredkv.server.rendered import (
+    Rendered,
+    ends_of,
+    last_messages,
+    needs_sign,
+    signed_of,
+    up_to_last_text,
+)
 from tieredkv.server.reply import Reading
-from tieredkv.server.signs import Signs, fencing, guarding, mapped, with_sign, with_signs
+from tieredkv.server.signs import Signs, fencing, guarding, mapped
+from tieredkv.server.template_arguments import check_arguments
 from tieredkv.server.template_clock import TALKS, Moment, Render, TemplateClock, tell_if_printed
 from tieredkv.server.threads import Cancellation
 
@@ -199,6 +208,7 @@ class Tokenization:
         arguments: Arguments,
         marks: Sequence[Mark] = (),
         *,
+        client_arguments: Arguments = MappingProxyType({}),
         is_bounded: bool = True,
         field: str = "messages",
         continues_last: bool = False,
@@ -214,21 +224,26 @@ class Tokenization:
             messages: the conversation.
             arguments: for the template.
             marks: whose places are wanted.
+            client_arguments: for the template, as the client gave them by name; they come before
+                the others.
             is_bounded: whether a conversation that is longer than the context is refused.
             field: of the body that holds the conversation.
             continues_last: whether the answer goes on where the text of the last message ends,
                 instead of beginning a new message.
 
         Raises:
-            RequestError: there is no chat template, it refuses these messages, it does not show the
-                text that is to be continued, or the conversation is too long.
+            RequestError: there is no chat template, it does not read one of the client's arguments,
+                it refuses these messages, it does not show the text that is to be continued, or the
+                conversation is too long.
         """
         if not self.tokenizer.chat_template:
             why = "This model has no chat template, so it cannot answer chat requests."
             text = f"{why} Use /v1/completions instead."
             raise RequestError(text, param="messages", code="chat_template_missing")
         try:
-            arguments = self._printed({**self._template_arguments, **arguments})
+            check_arguments(client_arguments, self._template(arguments))
+            given_arguments = {**self._template_arguments, **arguments, **client_arguments}
+            arguments = self._printed(given_arguments)
             given, form = messages, self.form(arguments)
             messages, marks = form.shaped(messages, marks, self.family)
             wanted = dict.fromkeys(marks)
@@ -242,7 +257,7 @@ class Tokenization:
             raise RequestError(what, param="messages", code="invalid_value") from None
         text, guards = rendered.text, rendered.guards
         if continues_last:
-            text = _up_to_last_text(rendered, last, messages[-1]["content"][-1], field)
+            text = up_to_last_text(rendered, last, messages[-1]["content"][-1], field)
             guards = guards[: bisect_right(guards, len(text))]
         limit = self._max_model_len if is_bounded else None
         try:
@@ -253,7 +268,7 @@ class Tokenization:
             num_tokens = len(self._encoded(text, guards, arguments, None)[0].ids)
             raise too_long(field, num_tokens, limit) from None
         ends = encoding.ends(map(rendered.end, marks))
-        last_ends = (min(rendered.end(mark), len(text)) for mark in _last_messages(messages))
+        last_ends = (min(rendered.end(mark), len(text)) for mark in last_messages(messages))
         anchors = sorted({*encoding.ends(last_ends)} - {0})
         parts = parts_of(arguments.get("tools") or (), PLAIN.contents(given))
         template = {name: value for name, value in arguments.items() if name != "tools"}
@@ -334,7 +349,7 @@ class Tokenization:
 
     def _render_guarded(
         self, messages: Messages, arguments: Arguments, marks: Collection[Mark]
-    ) -> "_Rendered":
+    ) -> Rendered:
         """Render with guards, and find marks.
 
         The ends of messages and tools are found in the same rendering, by the loops that write
@@ -354,26 +369,26 @@ class Tokenization:
         signs, spans = Signs(), Spans()
         guarded = self._guarded(messages, arguments, signs)
         first = signs.take_out(self._render(*guarded, spans))
-        found = _ends_of(spans, first.place, len(messages))
+        found = ends_of(spans, first.place, len(messages))
         controls = () if self._allows_special else self._encoder.controls(first.text, first.guards)
         fence = fencing(set(controls), signs.guard)
         fenced = (
             [{**mapped(fence, each), "role": each["role"]} for each in guarded[0]],
             {name: mapped(fence, each) for name, each in guarded[1].items()},
         )
-        others = [mark for mark in marks if _needs_sign(mark, found)]
-        signed = _signed(*fenced, others, signs)
+        others = [mark for mark in marks if needs_sign(mark, found)]
+        signed = signed_of(*fenced, others, signs)
         if signed == guarded:
-            return _Rendered(first.text, first.guards, found)
+            return Rendered(first.text, first.guards, found)
         second = signs.take_out(self._render(*signed))
         if second.text == first.text:
             found |= {others[i]: place for i, place in second.marks.items()}
         if fenced == guarded or self._encoder.controls(second.text, second.guards) == controls:
-            return _Rendered(first.text, first.guards, found)
+            return Rendered(first.text, first.guards, found)
         if second.text != first.text and others:
             second = signs.take_out(self._render(*fenced))
         if second.text == first.text:
-            return _Rendered(first.text, second.guards, found)
+            return Rendered(first.text, second.guards, found)
         what = "A text of this request would become a part of a special token of the model."
         raise RequestError(what, param="messages", code="invalid_value")
 
@@ -444,6 +459,12 @@ class Tokenization:
         variables = variables_of(self.tokenizer, own)
         for name in self._template_arguments.keys() - template.variables:
             logger.warning("the chat template does not read `%s` of `chat_template_kwargs`", name)
+        for name in self._template_arguments.keys() & template.switches:
+            if not isinstance(value := self._template_arguments[name], bool):
+                what = (
+                    "`%s` of `chat_template_kwargs` is true or false for the chat template, not %r"
+                )
+                logger.warning(what, name, value)
 
         def render(messages: list[dict[str, Any]]) -> str:
             rounds = MAX_TRIAL_ROUNDS
@@ -502,89 +523,6 @@ class Tokenization:
             elif all(each in _BYTE_OF for each in name):
                 encoded = bytes(map(_BYTE_OF.__getitem__, name))
         return Token(text, encoded)
-
-
-class _Rendered(NamedTuple):
-    """A rendered conversation.
-
-    Attributes:
-        text: without guards and signs.
-        guards: where in the text a special token that a client has spelled is to be text.
-        ends: where marks are, as far as that is known: those of texts, of messages as `(i, -1)`,
-            and of tools.
-    """
-
-    text: str
-    guards: list[int]
-    ends: Mapping[Mark, int]
-
-    def end(self, mark: Mark) -> int:
-        """Return where a mark is, else the end of its message, else 0."""
-        return self.ends.get(mark, self.ends.get((mark[0], -1), 0))
-
-
-def _ends_of(spans: Spans, place: Callable[[int], int], num_messages: int) -> dict[Mark, int]:
-    """Return where messages and tools end, by what the template's loops have shown.
-
-    A message that no loop has come to ends where the next one begins.
-
-    Args:
-        spans: where loops have begun and ended their rounds.
-        place: returns the place in the text for one in the rendering with guards.
-        num_messages: how many messages there are.
-    """
-    ends: dict[Mark, int] = {mark: place(end) for mark, (_, end) in spans.of.items()}
-    begins_next: int | None = None
-    for i in reversed(range(num_messages)):
-        if (span := spans.of.get((i, -1))) is not None:
-            begins_next = place(span[0])
-        elif begins_next is not None:
-            ends[i, -1] = begins_next
-    return ends
-
-
-def _last_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mark]:
-    """Return the ends of the last message and of the last one that a user wrote."""
-    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    return [(i, -1) for i in (len(messages) - 1, *users[-1:])]
-
-
-def _needs_sign(mark: Mark, found: Collection[Mark]) -> bool:
-    """Return whether a mark is to be found by a sign: one of a text, or of a tool not found yet."""
-    return mark not in found and (mark[0] == TOOLS or mark[1] >= 0)
-
-
-def _signed(
-    messages: list[dict[str, Any]], arguments: dict[str, Any], marks: Sequence[Mark], signs: Signs
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return messages and arguments with a sign at each mark; its number is that of the mark.
-
-    A mark of a tool is at the end of the last of its texts.
-    """
-    messages = [*messages]
-    for index, (i, j) in enumerate(marks):
-        sign = signs.mark(index)
-        if i == TOOLS:
-            tools = [*arguments["tools"]]
-            tools[j] = with_signs(tools[j], sign)
-            arguments = {**arguments, "tools": tools}
-        else:
-            parts = [*messages[i]["content"]]
-            parts[j] = with_sign(parts[j], sign)
-            messages[i] = {**messages[i], "content": parts}
-    return messages, arguments
-
-
-def _up_to_last_text(rendered: _Rendered, last: Mark, part: str, field: str) -> str:
-    """Return a rendered text up to the end of the last message's text, as the client wrote it.
-
-    Raises:
-        RequestError: the template does not show where that is.
-    """
-    if (place := rendered.ends.get(last)) is None:
-        what = "The model's chat template does not show where the text of the last message ends"
-        raise RequestError(f"{what}, so it cannot be continued.", param=field)
-    return rendered.text[:place] + part[len(part.rstrip()) :]
 
 
 def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]] | None:

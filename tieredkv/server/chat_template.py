@@ -32,6 +32,9 @@ MAX_CHARACTERS = 1 << 26
 
 MAX_POWER_BITS = 1 << 16
 
+_ASKING = frozenset({"boolean", "defined", "false", "none", "true", "undefined"})
+"""Tests that ask of a variable nothing but whether it is there, true or false."""
+
 _LIMITS = (ArithmeticError, MemoryError, SecurityError)
 """Raised by templates that go beyond a limit of the sandbox."""
 
@@ -201,6 +204,8 @@ class ChatTemplate:
         looked_for: constants that the template searches texts for, such as `</think>`.
         names: of the attributes that it reads with a dot, such as `thinking`.
         variables: that it reads, such as `messages` and `enable_thinking`.
+        arguments: those of them that are left to who asks, such as `enable_thinking`.
+        switches: those of which it asks nothing but whether they are there, true or false.
     """
 
     def __init__(self, source: str) -> None:
@@ -231,6 +236,8 @@ class ChatTemplate:
         self.looked_for = frozenset(_looked_for(tree))
         self.names = frozenset(each.attr for each in tree.find_all(nodes.Getattr))
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
+        self.arguments = self.variables - RESERVED - environment.globals.keys()
+        self.switches = self.arguments - _told_of(tree)
 
     def render(
         self,
@@ -295,6 +302,36 @@ def _looked_for(tree: nodes.Template) -> list[str]:
         for each in found
         if isinstance(each, nodes.Const) and isinstance(each.value, str)
     ]
+
+
+def _told_of(tree: nodes.Template) -> frozenset[str]:
+    """Return the variables of which a template asks more than if they are there, true or false.
+
+    They are printed, compared, given to functions, or assigned to another name.
+    """
+    told = set[str]()
+
+    def visit(node: nodes.Node, *, decides: bool = False, own: str = "") -> None:
+        # `decides`: the value is only asked for its truth. `own`: the name that it is assigned to.
+        if isinstance(node, nodes.Name):
+            if node.ctx == "load" and not decides and node.name != own:
+                told.add(node.name)
+        elif isinstance(node, nodes.Assign) and isinstance(node.target, nodes.Name):
+            visit(node.node, own=node.target.name)
+        else:
+            passes = isinstance(node, nodes.And | nodes.Or | nodes.CondExpr) or (
+                isinstance(node, nodes.Filter) and node.name in ("d", "default")
+            )
+            asks = isinstance(node, nodes.Not) or (
+                isinstance(node, nodes.Test) and node.name in _ASKING
+            )
+            for child in node.iter_child_nodes():
+                is_test = isinstance(node, nodes.If | nodes.CondExpr) and child is node.test
+                is_asked = asks or is_test or (passes and decides)
+                visit(child, decides=is_asked, own=own if passes else "")
+
+    visit(tree)
+    return frozenset(told)
 
 
 template_of = functools.lru_cache(16)(ChatTemplate)

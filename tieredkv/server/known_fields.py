@@ -228,7 +228,7 @@ RESPONSES = _OPENAI._replace(
         **refusals("max_tokens max_completion_tokens", "Use 'max_output_tokens'.", unless=never),
         **refusals("messages", "Send the conversation as 'input'."),
         **refusals("prompt", "Send the whole prompt in 'instructions' and 'input'."),
-        **refusals("echo chat_template_kwargs", "Use the other endpoints, which have it."),
+        **refusals("echo", "Use the other endpoints, which have it."),
         **refusals("add_special_tokens", _RENDER),
     },
 )
@@ -261,7 +261,7 @@ MESSAGES = KnownFields(
         **refusals(
             """
             min_p stop_token_ids ignore_eos min_tokens logprobs top_logprobs logit_bias echo
-            presence_penalty frequency_penalty chat_template_kwargs add_special_tokens
+            presence_penalty frequency_penalty add_special_tokens
             """,
             _ONLY_OPENAI,
         ),

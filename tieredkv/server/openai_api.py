@@ -12,8 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 import pydantic
-from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter
-from pydantic_core import PydanticCustomError
+from pydantic import Field, PlainValidator, TypeAdapter
 
 from tieredkv.cache_fields import BREAKPOINT, CacheFields, Lifetime
 from tieredkv.engine.engine_messages import EngineRequest
@@ -22,7 +21,7 @@ from tieredkv.errors import RequestError, invalid_value
 from tieredkv.fields import Object, TextOr, list_of, out_of_bounds, read
 from tieredkv.server.asked import WHOLE, ApiRequest, Asked, Json, Rules, Text, tell_left_out
 from tieredkv.server.chat import Prompt, Tokenization
-from tieredkv.server.chat_template import EFFORTS, RESERVED, thinking_arguments
+from tieredkv.server.chat_template import EFFORTS, thinking_arguments
 from tieredkv.server.histories import TOOLS, Mark
 from tieredkv.server.ignored import nearest, unknown
 from tieredkv.server.known_fields import CHAT, COMPLETIONS
@@ -48,6 +47,7 @@ from tieredkv.server.structure_fields import (
     choose_tools,
     only_one,
 )
+from tieredkv.server.template_arguments import TemplateArguments
 
 MAX_PROMPTS = 2048
 MAX_WRITES = 4
@@ -329,6 +329,7 @@ class ConversationRequest(OpenAIRequest):
 
     tool_choice: Any = None
     parallel_tool_calls: bool = True
+    chat_template_kwargs: TemplateArguments = Field({})
 
     @property
     def tool_names(self) -> Sequence[str]:
@@ -365,7 +366,7 @@ class ConversationRequest(OpenAIRequest):
         Args:
             tokenization: of the model.
             rules: of the client's key.
-            arguments: for the chat template.
+            arguments: for the chat template; those that the client names come before them.
             found_tools: that may be called beside those of the template, whose form they have.
             continues_text: whether the answer goes on with the text of the last message.
             **how: further fields of what is asked for.
@@ -381,7 +382,12 @@ class ConversationRequest(OpenAIRequest):
         messages = [message.for_template() for _, message in self.turns]
         marks = [mark for mark, _ in self.marks]
         encoded = tokenization.encode_chat(
-            messages, arguments, marks, field=self.prompt_field, continues_last=continues_text
+            messages,
+            arguments,
+            marks,
+            client_arguments=self.chat_template_kwargs,
+            field=self.prompt_field,
+            continues_last=continues_text,
         )
         reading = tokenization.reading(encoded, () if structure.choice == "none" else tools)
         plan = self.plan(rules, encoded.ends)
@@ -399,21 +405,6 @@ def _of_guided(error: RequestError) -> RequestError:
         text = text.replace(f"'{param}", f"'guided_{param}")
         param = f"guided_{param}"
     return RequestError(text, param=param, code=error.code)
-
-
-def _check_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    given = {name: value for name, value in arguments.items() if value is not None}
-    for name, value in given.items():
-        if name in RESERVED:
-            way_out = " Only variables of the model's own template can be set."
-            raise PydanticCustomError("unsupported", "nothing", {"name": name, "way_out": way_out})
-        if not isinstance(value, str | int | float | bool):
-            what = "a string, a number or a boolean"
-            raise PydanticCustomError("template_variable", what, {"name": name, "value": value})
-    return given
-
-
-TemplateArguments = Annotated[dict[str, Any], AfterValidator(_check_arguments)]
 
 
 def check_continuing(
@@ -452,7 +443,6 @@ class ChatRequest(ConversationRequest):
     messages: Messages = Field(min_length=1)
     top_logprobs: int | None = Field(None, ge=0)
     logprobs: bool = False
-    chat_template_kwargs: TemplateArguments = Field({})
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
     tools: Tools = Field([])
@@ -557,7 +547,7 @@ class ChatRequest(ConversationRequest):
         tell_left_out(self.left_out_kinds)
         thinking = thinking_of(self.reasoning_effort)
         tools = for_template(offered(self.tools, self.functions)) or None
-        arguments = {"tools": tools, **thinking, **self.chat_template_kwargs}
+        arguments = {"tools": tools, **thinking}
         shape = ChatShape(
             self.model,
             tokenization,

@@ -295,7 +295,7 @@ class ResponsesRequest(openai.ConversationRequest):
 
     @property
     def arguments(self) -> Json:
-        """The arguments of the chat template."""
+        """The arguments of the chat template, without those that the client names."""
         effort = self.reasoning.effort if self.reasoning else None
         return {"tools": for_template(self.offered) or None, **openai.thinking_of(effort)}
 
@@ -357,6 +357,7 @@ class InputTokensRequest(ResponsesRequest, PlainRequest):
             raise RequestError(what, param="input", code="missing_required_parameter")
         messages = [message.for_template() for _, message in self.turns]
         how: Json = {"is_bounded": False, "field": self.prompt_field}
+        how["client_arguments"] = self.chat_template_kwargs
         encoded = tokenization.encode_chat(messages, self.arguments, **how)
         return {"object": "response.input_tokens", "input_tokens": len(encoded.token_ids)}
 

@@ -11,7 +11,7 @@ from tieredkv.errors import RequestError
 from tieredkv.server.asked import WHOLE, Json, PlainRequest
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.known_fields import TOKENIZE
-from tieredkv.server.openai_api import TemplateArguments, check_continuing
+from tieredkv.server.openai_api import check_continuing
 from tieredkv.server.openai_messages import (
     Functions,
     Messages,
@@ -21,6 +21,7 @@ from tieredkv.server.openai_messages import (
     offered,
     whole_turns,
 )
+from tieredkv.server.template_arguments import TemplateArguments
 
 
 class TokenizeRequest(PlainRequest):
@@ -58,9 +59,13 @@ class TokenizeRequest(PlainRequest):
             messages = [message.for_template() for _, message in turns]
             how = {"add_generation_prompt": adds_prompt is not False}
             tools = for_template(offered(self.tools, self.functions)) or None
-            arguments = {"tools": tools, **how, **self.chat_template_kwargs}
+            arguments = {"tools": tools, **how}
             encoded = tokenization.encode_chat(
-                messages, arguments, is_bounded=False, continues_last=continues
+                messages,
+                arguments,
+                client_arguments=self.chat_template_kwargs,
+                is_bounded=False,
+                continues_last=continues,
             )
             token_ids = encoded.token_ids
         names = tokenization.tokenizer.convert_ids_to_tokens(token_ids)
