@@ -36,9 +36,9 @@ def _nearest_fp8(x):
     return tl.where(tl.abs(x) < 0.015625, signed, normal)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "scales_stride"])
 def _quantise_rows_kernel(
-    x_ptr, values_ptr, scales_ptr, num_rows, x_stride, CAN_ROUND: tl.constexpr,
+    x_ptr, values_ptr, scales_ptr, num_rows, x_stride, scales_stride, CAN_ROUND: tl.constexpr,
     NUM_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Quantise 128 columns of ROWS rows.
@@ -62,7 +62,7 @@ def _quantise_rows_kernel(
         values = _nearest_fp8(values)
     target = values_ptr + row.to(tl.int64)[:, None] * NUM_COLUMNS + column[None, :]
     tl.store(target, values.to(tl.float8e4nv), mask=mask)
-    tl.store(scales_ptr + block.to(tl.int64) * num_rows + row, scale, mask=is_row)
+    tl.store(scales_ptr + block.to(tl.int64) * scales_stride + row, scale, mask=is_row)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -134,17 +134,20 @@ def _add_splits_kernel(
     tl.store(out_ptr + target, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Launch the kernel; same contract as `fp8.quantise_rows`."""
+def quantise_rows(x: Tensor, row_step: int = 1) -> tuple[Tensor, Tensor]:
+    """Launch the kernel; same contract as `fp8.quantise_rows`.
+
+    The results have rows up to a multiple of `row_step`; those past the rows of x are not defined.
+    """
     num_rows, num_columns = x.shape
-    num_blocks = num_columns // FP8_BLOCK
-    values = torch.empty(num_rows, num_columns, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(num_blocks, num_rows, dtype=torch.float32, device=x.device)
+    num_blocks, num_made = num_columns // FP8_BLOCK, -(-num_rows // row_step) * row_step
+    values = torch.empty(num_made, num_columns, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(num_blocks, num_made, dtype=torch.float32, device=x.device)
     if num_rows:
         rows = QUANTISE_ROWS if num_rows >= QUANTISE_ROWS else 1
         _quantise_rows_kernel[(triton.cdiv(num_rows, rows), num_blocks)](
-            x, values, scales, num_rows, x.stride(0), CAN_ROUND=x.is_cuda, NUM_COLUMNS=num_columns,
-            ROWS=rows, num_warps=1 if rows == 1 else 4,
+            x, values, scales, num_rows, x.stride(0), num_made, CAN_ROUND=x.is_cuda,
+            NUM_COLUMNS=num_columns, ROWS=rows, num_warps=1 if rows == 1 else 4,
         )  # fmt: skip
     return values, scales.t()
 

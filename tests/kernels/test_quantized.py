@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -45,8 +47,8 @@ def exact_weight(weight: Fp8Matrix) -> Tensor:
     return weight.values.cpu().double() * factors[: weight.shape[0]]
 
 
-def assert_close(out: Tensor, expected: Tensor) -> None:
-    atol = TOLERANCE[out.dtype] * float(expected.abs().max())
+def assert_close(out: Tensor, expected: Tensor, *, factor: float = 1.0) -> None:
+    atol = factor * TOLERANCE[out.dtype] * float(expected.abs().max())
     torch.testing.assert_close(out.cpu().double(), expected, rtol=0.0, atol=atol)
 
 
@@ -163,7 +165,7 @@ def test_many_rows_are_quantized_and_multiplied_in_stretches(
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("has_residual", [False, True])
-@pytest.mark.parametrize("num_rows", [256, 512])
+@pytest.mark.parametrize("num_rows", [65, 256, 512])
 def test_products_of_many_rows_are_left_to_torch(
     device: str,
     choose: Choose,
@@ -174,12 +176,15 @@ def test_products_of_many_rows_are_left_to_torch(
 ) -> None:
     asked = []
 
-    def scaled_mm(values: Tensor, scales: Tensor, own: Fp8Matrix, dtype: torch.dtype) -> Tensor:
+    def scaled_mm(values: Tensor, turned: Tensor, **options: Any) -> Tensor:
         asked.append(len(values))
+        scales, own = options["scale_a"], Fp8Matrix(turned.t(), options["scale_b"].t())
+        assert scales.stride() == (1, len(values))
         rows = values.float().view(len(values), -1, 128) * scales[..., None]
-        return (rows.flatten(1) @ own.dequantised(torch.float32).t()).to(dtype)
+        product: Tensor = rows.flatten(1) @ own.dequantised(torch.float32).t()
+        return product.to(options["output_dtype"])
 
-    monkeypatch.setattr(fp8, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(fp8.F, "scaled_mm", scaled_mm)
     monkeypatch.setattr(fp8, "PRODUCT_ROWS", 256)
     x = torch.randn(num_rows, 512, device=device, dtype=torch.bfloat16)
     weight = draw_weight(128, 512, device=device)
@@ -190,7 +195,7 @@ def test_products_of_many_rows_are_left_to_torch(
         expected += 0.0 if added is None else added.cpu().double()
     with choose("triton"):
         out = layers.linear(x, weight, bias, residual=residual)
-    assert asked == [256] * (num_rows // 256)
+    assert asked == ([80] if num_rows == 65 else [256] * (num_rows // 256))
     assert (out is residual) == has_residual
     assert_close(out, expected)
 
@@ -198,7 +203,7 @@ def test_products_of_many_rows_are_left_to_torch(
 @pytest.mark.parametrize(
     ("num_rows", "shape", "dtype"),
     [
-        (255, (128, 512), torch.bfloat16),
+        (64, (128, 512), torch.bfloat16),
         (256, (120, 512), torch.bfloat16),
         (256, (128, 384), torch.bfloat16),
         (256, (128, 512), torch.float16),
@@ -245,10 +250,10 @@ def test_a_row_does_not_depend_on_the_others(device: str, choose: Choose) -> Non
 @pytest.mark.parametrize(
     ("num_rows", "num_outputs", "num_inputs", "expected"),
     [
-        (1, 34816, 5120, Fp8Tiling(16, 64, 1, 4, 4)),
-        (16, 5120, 17408, Fp8Tiling(16, 64, 7, 4, 4)),
-        (32, 14336, 5120, Fp8Tiling(32, 64, 3, 4, 4)),
-        (33, 1024, 512, Fp8Tiling(64, 64, 1, 4, 4)),
+        (1, 34816, 5120, Fp8Tiling(16, 64, 1, 4, 3)),
+        (16, 5120, 17408, Fp8Tiling(16, 64, 7, 4, 3)),
+        (32, 14336, 5120, Fp8Tiling(32, 64, 3, 4, 3)),
+        (33, 1024, 512, Fp8Tiling(64, 64, 1, 4, 3)),
         (255, 5120, 5120, Fp8Tiling(128, 128, 7, 8, 3)),
         (8192, 5000, 5120, Fp8Tiling(128, 128, 1, 8, 3)),
     ],
@@ -329,7 +334,7 @@ REAL = [(34816, 5120), (5120, 17408), (14336, 5120), (1000, 1152)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 8, 32, 100, 200, 256, 2048])
+@pytest.mark.parametrize("num_rows", [1, 8, 32, 100, 203, 256])
 @pytest.mark.parametrize("shape", REAL)
 def test_on_the_gpu_products_in_fp8_agree_with_the_reference(
     num_rows: int, shape: tuple[int, int]
@@ -344,7 +349,8 @@ def test_on_the_gpu_products_in_fp8_agree_with_the_reference(
         if stream is not None:
             expected += stream.float()
         out = layers.linear(x, weight, added, residual=None if stream is None else stream.clone())
-        assert_close(out, expected.double().cpu())
+        # Tensor cores keep fewer than 24 bits of sums in FP8.
+        assert_close(out, expected.double().cpu(), factor=2.0)
         again = layers.linear(x, weight, added, residual=stream)
         assert torch.equal(out, again)
 
