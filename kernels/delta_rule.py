@@ -19,7 +19,7 @@ VALUE_TILE = 8
 
 
 @triton.jit
-def _softplus(x):
+def softplus(x):
     """Compute log(1 + exp(x)) with a small relative error for any x.
 
     With e = exp(-|x|) at most 1, log(1 + e) = 2 artanh(e / (2 + e)) is a series in at most 1/9.
@@ -82,7 +82,7 @@ def _delta_rule_kernel(
         q *= tl.rsqrt(tl.sum(q * q, axis=0) + eps) * scale
         k *= tl.rsqrt(tl.sum(k * k, axis=0) + eps)
         beta = tl.sigmoid(tl.load(b_ptr).to(tl.float32)) * beta_scale
-        state *= tl.exp(rate * _softplus(tl.load(a_ptr).to(tl.float32) + dt_bias))
+        state *= tl.exp(rate * softplus(tl.load(a_ptr).to(tl.float32) + dt_bias))
         change = (v - tl.sum(k[:, None] * state, axis=0)) * beta
         state += k[:, None] * change[None, :]
         read = tl.sum(q[:, None] * state, axis=0)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-
 from typing import Any
 
 import pytest
@@ -184,7 +183,7 @@ def test_products_of_many_rows_are_left_to_torch(
         product: Tensor = rows.flatten(1) @ own.dequantised(torch.float32).t()
         return product.to(options["output_dtype"])
 
-    monkeypatch.setattr(fp8.F, "scaled_mm", scaled_mm)
+    monkeypatch.setattr("torch.nn.functional.scaled_mm", scaled_mm)
     monkeypatch.setattr(fp8, "PRODUCT_ROWS", 256)
     x = torch.randn(num_rows, 512, device=device, dtype=torch.bfloat16)
     weight = draw_weight(128, 512, device=device)

@@ -1,0 +1,159 @@
+"""Triton kernels around the chunked gated delta rule: its inputs, and the states of a row.
+
+They make of one row's tokens and pages the tensors that fla-core takes, and put the states back.
+Callers go through `tieredkv.kernels.delta_chunks`; this module checks no tensors. References:
+`split_heads`, `gates` and `find_pieces` of `tieredkv.kernels.state_reference`.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# (a kernel's arguments have no Python types)
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tieredkv.kernels.delta_rule import softplus
+from tieredkv.kernels.state_layout import LayerState, StateSpan
+from tieredkv.kernels.state_reference import EPS
+
+TOKEN_TILE = 16
+"""Tokens of one head that a program reads."""
+
+PIECE_TILE = 4096
+"""Elements of a state that a program copies."""
+
+
+class Inputs(NamedTuple):
+    """A row's tokens as fla-core takes them.
+
+    Attributes:
+        q: [1, num_tokens, num_key_heads, key_dim], of length 1, as k.
+        v: [1, num_tokens, num_heads, value_dim].
+        decay: [1, num_tokens, num_heads] float32, the logarithms of the decays.
+        beta: [1, num_tokens, num_heads], in v's dtype.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor
+    beta: Tensor
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _split_kernel(
+    mixed_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr,
+    num_tokens, mixed_stride, a_stride, b_stride, eps, beta_scale, NUM_HEADS: tl.constexpr,
+    NUM_KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr, TOKEN_TILE: tl.constexpr,
+):  # fmt: skip
+    """Normalise a head of queries or keys, or copy one of values and compute its gates.
+
+    Grid: (ceil(num_tokens / TOKEN_TILE), 2 * NUM_KEY_HEADS + NUM_HEADS). Masks: tokens past the
+    last, elements past the head's dim. Bytes moved: each channel read and written once.
+    """
+    token = tl.program_id(0).to(tl.int64) * TOKEN_TILE + tl.arange(0, TOKEN_TILE)
+    part = tl.program_id(1)
+    is_token = token < num_tokens
+    dim = tl.arange(0, DIM_TILE)[None, :]
+    source = mixed_ptr + token[:, None] * mixed_stride + dim
+    if part < 2 * NUM_KEY_HEADS:
+        mask = is_token[:, None] & (dim < KEY_DIM)
+        raw = tl.load(source + part * KEY_DIM, mask, other=0.0)
+        x = raw.to(tl.float32)
+        x *= tl.rsqrt(tl.sum(x * x, axis=1)[:, None] + eps)
+        head = part % NUM_KEY_HEADS
+        out_ptr = q_ptr
+        if part >= NUM_KEY_HEADS:
+            out_ptr = k_ptr
+        target = (token[:, None] * NUM_KEY_HEADS + head) * KEY_DIM + dim
+        tl.store(out_ptr + target, x.to(raw.dtype), mask)
+    else:
+        head = part - 2 * NUM_KEY_HEADS
+        mask = is_token[:, None] & (dim < VALUE_DIM)
+        v = tl.load(source + 2 * NUM_KEY_HEADS * KEY_DIM + head * VALUE_DIM, mask, other=0.0)
+        tl.store(v_ptr + (token[:, None] * NUM_HEADS + head) * VALUE_DIM + dim, v, mask)
+        a = tl.load(a_ptr + token * a_stride + head, is_token, other=0.0).to(tl.float32)
+        b = tl.load(b_ptr + token * b_stride + head, is_token, other=0.0).to(tl.float32)
+        rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
+        decay = rate * softplus(a + tl.load(dt_bias_ptr + head).to(tl.float32))
+        beta = tl.sigmoid(b) * beta_scale
+        tl.store(decay_ptr + token * NUM_HEADS + head, decay, is_token)
+        tl.store(beta_ptr + token * NUM_HEADS + head, beta.to(v.dtype), is_token)
+
+
+@triton.jit(do_not_specialize=["table_row", "tables_stride", "first_piece"])
+def _move_states_kernel(
+    states_ptr, pool_ptr, tables_ptr, table_row, pool_stride, tables_stride, first_piece,
+    IS_STORE: tl.constexpr, PIECES_PER_PAGE: tl.constexpr, PIECE_ELEMENTS: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Copy a tile of the state of one head from its page, or to it if IS_STORE.
+
+    Grid: (num_heads, ceil(PIECE_ELEMENTS / TILE)); elements past the last are masked. Bytes moved:
+    1 read and 1 write of each state.
+    """
+    head = tl.program_id(0)
+    element = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = element < PIECE_ELEMENTS
+    piece = first_piece + head
+    table_ptr = tables_ptr + table_row.to(tl.int64) * tables_stride
+    page = tl.load(table_ptr + piece // PIECES_PER_PAGE).to(tl.int64)
+    place = pool_ptr + page * pool_stride + piece % PIECES_PER_PAGE * PIECE_ELEMENTS + element
+    state = states_ptr + head.to(tl.int64) * PIECE_ELEMENTS + element
+    if IS_STORE:
+        tl.store(place, tl.load(state, mask), mask)
+    else:
+        tl.store(state, tl.load(place, mask), mask)
+
+
+def split(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    state: LayerState,
+    beta_scale: float,
+) -> Inputs:
+    """Launch the kernel over the tokens of one row; see `states.delta_rule` for the arguments."""
+    shape, num_tokens = state.shape, len(mixed)
+    q = mixed.new_empty(1, num_tokens, shape.num_key_heads, shape.key_dim)
+    v = mixed.new_empty(1, num_tokens, shape.num_heads, shape.value_dim)
+    decay = torch.empty(1, num_tokens, shape.num_heads, device=mixed.device)
+    inputs = Inputs(q, torch.empty_like(q), v, decay, torch.empty_like(decay, dtype=mixed.dtype))
+    num_parts = 2 * shape.num_key_heads + shape.num_heads
+    _split_kernel[(triton.cdiv(num_tokens, TOKEN_TILE), num_parts)](
+        mixed, a, b, a_log, dt_bias, *inputs, num_tokens, mixed.stride(0), a.stride(0),
+        b.stride(0), EPS, beta_scale, NUM_HEADS=shape.num_heads,
+        NUM_KEY_HEADS=shape.num_key_heads, KEY_DIM=shape.key_dim, VALUE_DIM=shape.value_dim,
+        DIM_TILE=triton.next_power_of_2(max(shape.key_dim, shape.value_dim)),
+        TOKEN_TILE=TOKEN_TILE, num_warps=4,
+    )  # fmt: skip
+    return inputs
+
+
+def load_states(state: LayerState, span: StateSpan) -> Tensor:
+    """Return the states of a row, [1, num_heads, key_dim, value_dim] float32, contiguous."""
+    shape = state.shape
+    states = state.pool.new_empty(1, shape.num_heads, shape.key_dim, shape.value_dim)
+    _move_states(state, span, states, is_store=False)
+    return states
+
+
+def store_states(state: LayerState, span: StateSpan, states: Tensor) -> None:
+    """Write the states of a row, as `load_states` returns them, to its pages."""
+    _move_states(state, span, states, is_store=True)
+
+
+def _move_states(state: LayerState, span: StateSpan, states: Tensor, *, is_store: bool) -> None:
+    size = state.shape.piece_elements
+    tile = min(PIECE_TILE, triton.next_power_of_2(size))
+    _move_states_kernel[(state.shape.num_heads, triton.cdiv(size, tile))](
+        states, state.pool, state.tables, span.row, state.pool.stride(0), state.tables.stride(0),
+        state.first_piece, IS_STORE=is_store, PIECES_PER_PAGE=state.pieces_per_page,
+        PIECE_ELEMENTS=size, TILE=tile, num_warps=4,
+    )  # fmt: skip
