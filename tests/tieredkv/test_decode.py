@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tieredkv.bench.decode import Weights
+from tieredkv.bench.decode import Weights, numbers_of
+from tieredkv.engine.quantized_modules import choose_drawn, keep_quantized
 
 HIDDEN, WIDTH, VOCAB, LAYERS = 64, 96, 300, 2
 SIZES: dict[str, Any] = {
@@ -28,7 +29,8 @@ HEAD = VOCAB * HIDDEN
 def weights(model_type: str, **changes: Any) -> Weights:
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        return Weights.of(auto.from_config(AutoConfig.for_model(model_type, **SIZES | changes)))
+        model = auto.from_config(AutoConfig.for_model(model_type, **SIZES | changes))
+    return Weights.of(model, torch.Tensor.numel)
 
 
 def test_a_dense_model_is_read_whole_by_any_number_of_tokens() -> None:
@@ -62,3 +64,17 @@ def test_an_expert_that_every_token_uses_counts_whole() -> None:
     shared = weights("qwen2_moe", shared_expert_intermediate_size=WIDTH, **changes)
     assert shared.read_by(1) - HEAD == shared.per_token
     assert shared.per_token > 3 * EXPERT + ATTENTION
+
+
+def test_quantized_weights_are_counted_by_their_bytes_and_by_their_numbers() -> None:
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(AutoConfig.for_model("gpt_oss", **SIZES | experts))
+    plain = Weights.of(model, torch.Tensor.numel)
+    keep_quantized(model, choose_drawn(model, "mxfp4", ()), "mxfp4")
+    numbers = numbers_of(model)
+    assert Weights.of(model, lambda weight: numbers[id(weight)]) == plain
+    packed = Weights.of(model, lambda weight: weight.nbytes)
+    assert packed.shared == 4 * plain.shared  # float32, with the biases of all experts
+    assert packed.expert == EXPERT // 2 + EXPERT // 32  # four bits each, and a byte for 32 of them

@@ -1,8 +1,8 @@
 """`bench decode`: measure the time between tokens, and throughput.
 
 The raw limit of a step is the time to copy the bytes that it must read, weights and KV, at the
-copy bandwidth of the same run. The raw limit of a prompt is its FLOPs over the rate of a large
-matrix product. In a mixture of experts, a step is assumed to read the expected number of experts if
+copy bandwidth of the same run; recurrent states are read and written. The raw limit of a prompt is
+its FLOPs over the rate of a large matrix product. In a mixture of experts, a step is assumed to read the expected number of experts if
 each token chooses at random; for one token this is exact. Tokens that prefer the same experts read
 fewer, so a step of several requests can be faster than its limit. Times are taken when
 `EngineCore.step` returns tokens. A workload's row is its median run by wall-clock time.
@@ -12,10 +12,13 @@ import contextlib
 import random
 import re
 import time
+from collections.abc import Callable
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from tieredkv.bench import raw
 from tieredkv.config import Settings
@@ -24,6 +27,7 @@ from tieredkv.engine.core import EngineCore
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.loader import find_model
 from tieredkv.engine.parts import vram_for
+from tieredkv.engine.quantized_modules import quantized_parameters
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, TieredKVError
 from tieredkv.types import DTYPE_BYTES, Progress, tracked
@@ -53,7 +57,7 @@ class Workload(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Numbers of weights that a forward pass uses; embeddings are looked up and do not count.
+    """Sizes of weights that a forward pass uses; embeddings are looked up and do not count.
 
     Attributes:
         shared: weights that every token uses, without the output layer.
@@ -70,11 +74,16 @@ class Weights(NamedTuple):
     experts_per_token: int
 
     @classmethod
-    def of(cls, model: Any) -> "Weights":
-        """Count the weights of a transformers model, on any device."""
+    def of(cls, model: Any, size: Callable[[Tensor], int]) -> "Weights":
+        """Add up the sizes of a transformers model's weights, on any device.
+
+        Args:
+            model: the model.
+            size: of a parameter: its bytes, or how many weights it has.
+        """
         ends = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
-        ends_numel = sum({id(weight): weight.numel() for weight in ends}.values())
-        num_body = sum(weight.numel() for weight in model.parameters()) - ends_numel
+        size_of_ends = sum({id(weight): size(weight) for weight in ends}.values())
+        size_of_body = sum(map(size, model.parameters())) - size_of_ends
         # transformers merges a matrix of all experts of a layer: [num_experts, rows, columns].
         named = model.named_parameters()
         merged = [it for name, it in named if ".experts." in name and it.ndim == 3]
@@ -82,9 +91,9 @@ class Weights(NamedTuple):
         names = ("num_experts_per_tok", "moe_topk", "top_k_experts")
         told = (getattr(model.config, name, None) for name in names)
         return cls(
-            shared=num_body - sum(weight.numel() for weight in merged),
-            head=ends[1].numel(),
-            expert=sum(weight[0].numel() for weight in merged),
+            shared=size_of_body - sum(map(size, merged)),
+            head=size(ends[1]),
+            expert=sum(map(size, merged)) // max(1, num_experts),
             num_experts=num_experts,
             experts_per_token=next(filter(None, told), num_experts),
         )
@@ -95,10 +104,20 @@ class Weights(NamedTuple):
         return self.shared + self.experts_per_token * self.expert
 
     def read_by(self, num_tokens: int) -> float:
-        """Return how many weights a step of `num_tokens` tokens is expected to read."""
+        """Return the size of the weights that a step of some tokens is expected to read."""
         share = self.experts_per_token / max(1, self.num_experts)
         num_used = self.num_experts * (1 - (1 - share) ** num_tokens)
         return self.shared + self.head + num_used * self.expert
+
+
+def numbers_of(model: Any) -> dict[int, int]:
+    """Return how many weights each parameter has, by its id; scales of quantized ones are none."""
+    numbers = {id(weight): weight.numel() for weight in model.parameters()}
+    for values, scales in quantized_parameters(model):
+        numbers[id(scales)] = 0
+        if values.dtype == torch.uint8:  # two in a byte
+            numbers[id(values)] *= 2
+    return numbers
 
 
 def parse_workload(text: str) -> Workload:
@@ -172,8 +191,11 @@ class Bench:
         self.times: dict[str, list[float]] = {}
         self.random = random.Random(0)
         model: Any = self.core.model.model
-        self.weights = Weights.of(model)
-        self.element_bytes = model.get_output_embeddings().weight.element_size()
+        numbers = numbers_of(model)
+        self.weight_bytes = Weights.of(model, lambda weight: weight.nbytes)
+        self.num_weights = Weights.of(model, lambda weight: numbers[id(weight)])
+        states = self.core.kv_spec.states
+        self.state_bytes = 4 * sum(it.layer_pieces * it.piece_elements for it in states)
 
     def serve(self, part: str, workload: Workload, retention: str | None = None) -> Row:
         """Serve a workload of new prompts with empty RAM tiers, and return a row of the report."""
@@ -186,8 +208,8 @@ class Bench:
         wall_s = max(self.times[name][-1] for name in ids) - start
         layers, limits = self.core.model.attention, self.report["raw"]
         flops = sum(it.pair_flops * _num_pairs(it, given) for it in layers)
-        flops += 2 * self.weights.per_token * given
-        read = self.weights.read_by(requests) * self.element_bytes
+        flops += 2 * self.num_weights.per_token * given
+        read = self.weight_bytes.read_by(requests) + 2 * requests * self.state_bytes
         seen = sum(it.stored.num_elements * it.num_seen(given + made // 2) for it in layers)
         read += requests * seen * DTYPE_BYTES[self.core.kv_spec.dtype]
         gaps_ms = [1e3 * gap for name in ids for gap in np.diff(self.times[name])]

@@ -85,7 +85,9 @@ def _draw_layers(shape: str, found: FoundModel) -> tuple[list[Experts], int]:
         gate_up, down, gate_up_bias, down_bias = map(drawn, empty[:4])
         return Experts(gate_up, down, gate_up_bias, down_bias, empty.gate)
 
-    return [drawn_layer() for _ in range(NUM_LAYERS)], Weights.of(model).experts_per_token
+    return [drawn_layer() for _ in range(NUM_LAYERS)], Weights.of(
+        model, Tensor.numel
+    ).experts_per_token
 
 
 def _measure(
