@@ -2,10 +2,11 @@
 
 The raw limit of a step is the time to copy the bytes that it must read, weights and KV, at the
 copy bandwidth of the same run; recurrent states are read and written. The raw limit of a prompt is
-its FLOPs over the rate of a large matrix product. In a mixture of experts, a step is assumed to read the expected number of experts if
-each token chooses at random; for one token this is exact. Tokens that prefer the same experts read
-fewer, so a step of several requests can be faster than its limit. Times are taken when
-`EngineCore.step` returns tokens. A workload's row is its median run by wall-clock time.
+its FLOPs over the rate of a large matrix product. In a mixture of experts, a step is assumed to
+read the expected number of experts if each token chooses at random; for one token this is exact.
+Tokens that prefer the same experts read fewer, so a step of several requests can be faster than its
+limit. Times are taken when `EngineCore.step` returns tokens. A workload's row is its median run by
+wall-clock time.
 """
 
 import contextlib
