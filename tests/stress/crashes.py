@@ -2,14 +2,14 @@
 
 `python -m tests.stress.crashes --shards 16 --kills 1000 --cuts 1000 --json OUT`
 
-The stores hold blocks and, beside them, pages of layers with windows. Half of the kills end a
-process at labelled points of the write path. The others are `kill -9` of the real worker at random
-times, while a store at capacity is under load; a quarter of these hit the worker of an engine. Each
-store is then opened, read and verified. A place where a request could go on counts where all pages
-are there that it needs, and nowhere else. The next engine repeats prompts, goes on in just these
-places, and answers as one without a store. Shards run at the same time, each with a seed of its
-own. The last line is JSON with the sums of all shards. The exit code is 1 if anything was lost or
-wrong.
+The stores hold blocks and, beside them, pages of layers with windows or of recurrent states. Half
+of the kills end a process at labelled points of the write path. The others are `kill -9` of the
+real worker at random times, while a store at capacity is under load; a quarter of these hit the
+worker of an engine. Each store is then opened, read and verified. A place where a request could go
+on counts where all pages are there that it needs, and nowhere else. The next engine repeats
+prompts, goes on in just these places, and answers as one without a store. Shards run at the same
+time, each with a seed of its own. The last line is JSON with the sums of all shards. The exit code
+is 1 if anything was lost or wrong.
 """
 
 import argparse
@@ -83,7 +83,8 @@ def kill_engine(count: int, seed: int, folder: Path) -> Counter[str]:
     from tests.engine import test_tails_killed
 
     torch.set_num_threads(1)
-    return test_tails_killed.survive_kills(folder, count, seed)
+    family = [*test_tails_killed.MODELS][seed % len(test_tails_killed.MODELS)]
+    return test_tails_killed.survive_kills(folder, count, seed, family)
 
 
 def cut_power(shim: Path, count: int, seed: int, folder: Path) -> Counter[str]:
