@@ -17,8 +17,14 @@ from torch import Tensor
 
 from tieredkv.kernels.expert_layout import RoutingRule, most_blocks
 
+FEW_PAIRS = 2048
+"""Pairs that are sorted in one launch, in which each program reads all of them."""
+
+FEW_TILE = 16
+"""Pairs that a program places in that launch."""
+
 CHUNK = 512
-"""Pairs that one program sorts. Fewer pairs than that are sorted in one launch."""
+"""Pairs that a program reads at a time, and that it sorts where there are more than FEW_PAIRS."""
 
 SORT_TILE = 8192
 """Comparisons of pairs with experts that a program holds in registers."""
@@ -83,60 +89,96 @@ def _top_k_kernel(
     tl.store(weights_ptr + token * TOP_K + rank, weights, mask=is_rank)
 
 
-@triton.jit
-def _count(ids_ptr, first, end, PAIR_TILE: tl.constexpr, EXPERT_TILE: tl.constexpr):
-    """Count the pairs of each expert from one pair to another."""
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
+def _sort_few_kernel(
+    ids_ptr, pairs_ptr, blocks_ptr, num_pairs, num_blocks, NUM_ROWS: tl.constexpr,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, EXPERT_TILE: tl.constexpr,
+):  # fmt: skip
+    """Place TILE pairs, and write as many entries of the block table.
+
+    Grid: (ceil(num_pairs / TILE),); there are at most as many blocks as pairs. Each program counts
+    the pairs of every expert, and the earlier pairs of the experts of its own ones. Pairs past the
+    last one and blocks past the last one are masked. Bytes moved: 1 read of all ids per program, 1
+    write of the pairs and of the table.
+    """
+    index = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    is_pair = index < num_pairs
+    own = tl.load(ids_ptr + index, mask=is_pair, other=0).to(tl.int32)
     expert = tl.arange(0, EXPERT_TILE)
-    counts = tl.zeros([EXPERT_TILE], tl.int32)
-    for start in range(first, end, PAIR_TILE):
-        pair = start + tl.arange(0, PAIR_TILE)
-        own = tl.load(ids_ptr + pair, mask=pair < end, other=-1).to(tl.int32)
-        counts += tl.sum((own[:, None] == expert[None, :]).to(tl.int32), 0)
-    return counts
+    total = tl.zeros([EXPERT_TILE], tl.int32)
+    earlier = tl.zeros([TILE, CHUNK], tl.int32)
+    for start in range(0, num_pairs, CHUNK):
+        pair = start + tl.arange(0, CHUNK)
+        ids = tl.load(ids_ptr + pair, mask=pair < num_pairs, other=0).to(tl.int32)
+        total += tl.histogram(ids, EXPERT_TILE, mask=pair < num_pairs)
+        is_same = own[:, None] == ids[None, :]
+        earlier += (is_same & (pair[None, :] < index[:, None])).to(tl.int32)
+    blocks_of = (total + NUM_ROWS - 1) // NUM_ROWS
+    ends = tl.cumsum(blocks_of, 0)
+    starts = ends - blocks_of
+
+    first = tl.sum(tl.where(own[:, None] == expert[None, :], starts[None, :], 0), 1)
+    place = first * NUM_ROWS + tl.sum(earlier, 1)
+    tl.store(pairs_ptr + place, index, mask=is_pair)
+    _write_blocks(blocks_ptr, index, num_blocks, total, starts, ends, NUM_ROWS)
+
+
+@triton.jit
+def _write_blocks(blocks_ptr, block, end, total, starts, ends, NUM_ROWS: tl.constexpr):
+    """Write entries of the block table, but those from `end` on.
+
+    Args:
+        blocks_ptr: to the table.
+        block: [tile], the entries.
+        end: the entry after the last one to be written.
+        total: [experts], pairs of each.
+        starts: [experts], the first block of each.
+        ends: [experts], the block after the last one of each.
+        NUM_ROWS: of a block.
+    """
+    expert = tl.arange(0, total.shape[0])
+    owner = tl.sum((ends[None, :] <= block[:, None]).to(tl.int32), 1)
+    rest = total[None, :] - (block[:, None] - starts[None, :]) * NUM_ROWS
+    rest = tl.sum(tl.where(expert[None, :] == owner[:, None], rest, 0), 1)
+    tl.store(blocks_ptr + 2 * block, owner, mask=block < end)
+    tl.store(blocks_ptr + 2 * block + 1, tl.minimum(rest, NUM_ROWS), mask=block < end)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _count_kernel(
-    ids_ptr, counts_ptr, num_pairs, CHUNK: tl.constexpr, PAIR_TILE: tl.constexpr,
-    EXPERT_TILE: tl.constexpr,
-):  # fmt: skip
+def _count_kernel(ids_ptr, counts_ptr, num_pairs, CHUNK: tl.constexpr, EXPERT_TILE: tl.constexpr):
     """Count the pairs of each expert in one chunk.
 
     Grid: (num_chunks,). Bytes moved: 1 read of the ids, and EXPERT_TILE counts written per chunk.
     """
-    first = tl.program_id(0) * CHUNK
-    end = tl.minimum(first + CHUNK, num_pairs)
-    counts = _count(ids_ptr, first, end, PAIR_TILE, EXPERT_TILE)
+    pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    ids = tl.load(ids_ptr + pair, mask=pair < num_pairs, other=0).to(tl.int32)
+    counts = tl.histogram(ids, EXPERT_TILE, mask=pair < num_pairs)
     tl.store(counts_ptr + tl.program_id(0) * EXPERT_TILE + tl.arange(0, EXPERT_TILE), counts)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_chunks", "num_blocks"])
 def _sort_kernel(
     ids_ptr, counts_ptr, pairs_ptr, blocks_ptr, num_pairs, num_chunks, num_blocks,
-    IS_ALONE: tl.constexpr, NUM_ROWS: tl.constexpr, CHUNK: tl.constexpr, PAIR_TILE: tl.constexpr,
+    NUM_ROWS: tl.constexpr, CHUNK: tl.constexpr, PAIR_TILE: tl.constexpr,
     EXPERT_TILE: tl.constexpr, CHUNK_TILE: tl.constexpr,
 ):  # fmt: skip
     """Place one chunk's pairs behind those of earlier chunks, and write a part of the block table.
 
-    Grid: (num_chunks,). Each program adds up the counts of all chunks, or counts itself if it
-    IS_ALONE. Bytes moved: 1 read of the ids, 1 write of the pairs and of the table, and one read of
-    all counts per program.
+    Grid: (num_chunks,). Each program adds up the counts of all chunks. Bytes moved: 1 read of the
+    ids, 1 write of the pairs and of the table, and one read of all counts per program.
     """
     chunk = tl.program_id(0)
     first = chunk * CHUNK
     end = tl.minimum(first + CHUNK, num_pairs)
     expert = tl.arange(0, EXPERT_TILE)
     before = tl.zeros([EXPERT_TILE], tl.int32)
-    if IS_ALONE:
-        total = _count(ids_ptr, first, end, PAIR_TILE, EXPERT_TILE)
-    else:
-        total = tl.zeros([EXPERT_TILE], tl.int32)
-        for start in range(0, num_chunks, CHUNK_TILE):
-            other = (start + tl.arange(0, CHUNK_TILE))[:, None]
-            source = counts_ptr + other * EXPERT_TILE + expert[None, :]
-            counts = tl.load(source, mask=other < num_chunks, other=0)
-            total += tl.sum(counts, 0)
-            before += tl.sum(tl.where(other < chunk, counts, 0), 0)
+    total = tl.zeros([EXPERT_TILE], tl.int32)
+    for start in range(0, num_chunks, CHUNK_TILE):
+        other = (start + tl.arange(0, CHUNK_TILE))[:, None]
+        source = counts_ptr + other * EXPERT_TILE + expert[None, :]
+        counts = tl.load(source, mask=other < num_chunks, other=0)
+        total += tl.sum(counts, 0)
+        before += tl.sum(tl.where(other < chunk, counts, 0), 0)
     blocks_of = (total + NUM_ROWS - 1) // NUM_ROWS
     ends = tl.cumsum(blocks_of, 0)
     starts = ends - blocks_of
@@ -155,12 +197,7 @@ def _sort_kernel(
     share = (num_blocks + num_chunks - 1) // num_chunks
     last = tl.minimum((chunk + 1) * share, num_blocks)
     for start in range(chunk * share, last, PAIR_TILE):
-        block = start + index
-        owner = tl.sum((ends[None, :] <= block[:, None]).to(tl.int32), 1)
-        rest = total[None, :] - (block[:, None] - starts[None, :]) * NUM_ROWS
-        rest = tl.sum(tl.where(expert[None, :] == owner[:, None], rest, 0), 1)
-        tl.store(blocks_ptr + 2 * block, owner, mask=block < last)
-        tl.store(blocks_ptr + 2 * block + 1, tl.minimum(rest, NUM_ROWS), mask=block < last)
+        _write_blocks(blocks_ptr, start + index, last, total, starts, ends, NUM_ROWS)
 
 
 def top_k(logits: Tensor, num_chosen: int, rule: RoutingRule) -> tuple[Tensor, Tensor]:
@@ -178,7 +215,7 @@ def top_k(logits: Tensor, num_chosen: int, rule: RoutingRule) -> tuple[Tensor, T
 
 
 def sort_pairs(expert_ids: Tensor, num_experts: int, num_rows: int) -> SortedPairs:
-    """Sort pairs by expert, in one launch for at most CHUNK pairs and in two for more.
+    """Sort pairs by expert, in one launch for at most FEW_PAIRS pairs and in two for more.
 
     Args:
         expert_ids: [num_tokens, top_k] int32 or int64, contiguous, at least one.
@@ -187,19 +224,22 @@ def sort_pairs(expert_ids: Tensor, num_experts: int, num_rows: int) -> SortedPai
     """
     num_pairs, device = expert_ids.numel(), expert_ids.device
     num_blocks = most_blocks(num_pairs, num_experts, num_rows)
-    num_chunks = triton.cdiv(num_pairs, CHUNK)
-    expert_tile = triton.next_power_of_2(num_experts)
-    tiles = {"CHUNK": CHUNK, "EXPERT_TILE": expert_tile}
-    tiles["PAIR_TILE"] = min(64, max(16, SORT_TILE // expert_tile))
+    expert_tile = max(32, triton.next_power_of_2(num_experts))
     pairs = torch.empty(num_blocks * num_rows, dtype=torch.int32, device=device)
     blocks = torch.empty(num_blocks, 2, dtype=torch.int32, device=device)
-    counts = None
-    if num_chunks > 1:
-        counts = torch.empty(num_chunks, expert_tile, dtype=torch.int32, device=device)
-        _count_kernel[(num_chunks,)](expert_ids, counts, num_pairs, **tiles, num_warps=4)
+    if num_pairs <= FEW_PAIRS:
+        _sort_few_kernel[(triton.cdiv(num_pairs, FEW_TILE),)](
+            expert_ids, pairs, blocks, num_pairs, num_blocks, NUM_ROWS=num_rows, TILE=FEW_TILE,
+            CHUNK=CHUNK, EXPERT_TILE=expert_tile, num_warps=4,
+        )  # fmt: skip
+        return SortedPairs(pairs, blocks)
+    num_chunks = triton.cdiv(num_pairs, CHUNK)
+    tiles = {"CHUNK": CHUNK, "EXPERT_TILE": expert_tile}
+    counts = torch.empty(num_chunks, expert_tile, dtype=torch.int32, device=device)
+    _count_kernel[(num_chunks,)](expert_ids, counts, num_pairs, **tiles, num_warps=4)
     _sort_kernel[(num_chunks,)](
-        expert_ids, counts, pairs, blocks, num_pairs, num_chunks, num_blocks,
-        IS_ALONE=counts is None, NUM_ROWS=num_rows, CHUNK_TILE=max(1, COUNT_TILE // expert_tile),
-        **tiles, num_warps=8,
+        expert_ids, counts, pairs, blocks, num_pairs, num_chunks, num_blocks, NUM_ROWS=num_rows,
+        PAIR_TILE=min(64, max(16, SORT_TILE // expert_tile)),
+        CHUNK_TILE=max(1, COUNT_TILE // expert_tile), **tiles, num_warps=8,
     )  # fmt: skip
     return SortedPairs(pairs, blocks)

@@ -410,7 +410,7 @@ def compile_fp8(num_outputs: int, num_inputs: int) -> None:
 
 
 def compile_routing(hidden_size: int, *, is_short: bool) -> None:
-    """Compile what stands around the products; few pairs are sorted by one kernel."""
+    """Compile what stands around the products; one kernel sorts few pairs, and two sort many."""
     dtype = torch.bfloat16
     compile_kernel(
         expert_products._sum_kernel,
@@ -432,15 +432,14 @@ def compile_routing(hidden_size: int, *, is_short: bool) -> None:
         },
         num_warps=1,
     )
-    tiles = {"CHUNK": routing.CHUNK, "EXPERT_TILE": 128, "PAIR_TILE": 64}
+    tiles = {"CHUNK": routing.CHUNK, "EXPERT_TILE": 256}
+    if is_short:
+        few = {"NUM_ROWS": 16, "TILE": routing.FEW_TILE}
+        compile_kernel(routing._sort_few_kernel, dtype, tiles | few)
+        return
     compile_kernel(routing._count_kernel, dtype, tiles)
-    alone = {"counts_ptr": None} if is_short else {}
-    compile_kernel(
-        routing._sort_kernel,
-        dtype,
-        alone | tiles | {"IS_ALONE": is_short, "NUM_ROWS": 16, "CHUNK_TILE": 32},
-        num_warps=8,
-    )
+    many = {"NUM_ROWS": 16, "PAIR_TILE": 32, "CHUNK_TILE": 16}
+    compile_kernel(routing._sort_kernel, dtype, tiles | many, num_warps=8)
 
 
 def compile_states(dtype: torch.dtype, shape: StateShape, *, has_bias: bool) -> None:

@@ -215,7 +215,8 @@ def order(ids: Tensor, num_experts: int, num_rows: int) -> dict[int, list[list[i
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "top_k", "num_experts"), [(1, 3, 5), (33, 4, 20), (171, 3, 6), (430, 3, 5)]
+    ("num_tokens", "top_k", "num_experts"),
+    [(1, 3, 5), (33, 4, 20), (32, 8, 256), (171, 3, 6), (430, 3, 5), (690, 3, 5)],
 )
 def test_pairs_are_sorted_by_expert_and_each_block_has_one_expert(
     device: str, num_tokens: int, top_k: int, num_experts: int
@@ -456,13 +457,17 @@ def test_on_the_gpu_a_captured_graph_sees_new_routes(num_tokens: int) -> None:
 
 
 @pytest.mark.gpu
-def test_on_the_gpu_more_pairs_than_one_program_sorts_are_sorted() -> None:
-    ids = torch.rand(20_000, 128, device="cuda").argsort(1)[:, :8].contiguous()
-    pairs, blocks = routing.sort_pairs(ids, 128, 128)
+@pytest.mark.parametrize("num_experts", [6, 128, 256])
+@pytest.mark.parametrize("num_tokens", [1, 33, 256, 257, 20_000])
+def test_on_the_gpu_pairs_are_sorted(num_tokens: int, num_experts: int) -> None:
+    num_chosen, num_rows = min(8, num_experts), 128 if num_tokens > 1000 else 16
+    ids = torch.rand(num_tokens, num_experts, device="cuda").argsort(1)
+    ids = ids[:, :num_chosen].int().contiguous()
+    pairs, blocks = routing.sort_pairs(ids, num_experts, num_rows)
     count = blocks[:, 1].long()
     assert count.sum() == ids.numel()
-    is_row = torch.arange(128, device="cuda") < count[:, None]
-    found = pairs.view(-1, 128)[is_row]
-    owner = blocks[:, 0].long()[:, None].expand(-1, 128)[is_row]
+    is_row = torch.arange(num_rows, device="cuda") < count[:, None]
+    found = pairs.view(-1, num_rows)[is_row]
+    owner = blocks[:, 0].long()[:, None].expand(-1, num_rows)[is_row]
     assert torch.equal(found.long(), ids.flatten().sort(stable=True).indices)
     assert torch.equal(ids.flatten()[found.long()], owner)
