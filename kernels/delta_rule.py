@@ -7,6 +7,8 @@ Reference: `tieredkv.kernels.state_reference.delta_rule`.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (a kernel's arguments have no Python types)
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,8 +16,46 @@ from torch import Tensor
 from tieredkv.kernels.state_layout import LayerState, StateRows
 from tieredkv.kernels.state_reference import EPS
 
-VALUE_TILE = 8
-"""Columns of a state that one program, of one warp, holds in registers."""
+
+class StateTile(NamedTuple):
+    """What one program computes.
+
+    Attributes:
+        num_columns: of a state, which the program holds in registers.
+    """
+
+    num_columns: int
+    num_warps: int
+
+
+NARROW_TILE = StateTile(8, num_warps=1)
+"""For few states: enough programs that each multiprocessor has some."""
+
+WIDE_TILE = StateTile(32, num_warps=4)
+"""For many states: their rows are read and written in whole lines of 128 bytes."""
+
+MANY_STATES = 256
+"""From this many states on, of all rows and heads, WIDE_TILE gives enough programs."""
+
+MOST_HALVINGS = tl.constexpr(8)
+"""Of the largest number of keys that the kernel takes, 256."""
+
+
+@triton.jit
+def _sum_keys(x):
+    """Sum over the first axis by halves; the order does not depend on the tile nor on the warps.
+
+    Args:
+        x: [keys, columns] float32; the number of keys is a power of two.
+
+    Returns:
+        [columns] float32.
+    """
+    COLUMNS: tl.constexpr = x.shape[1]
+    for _ in tl.static_range(MOST_HALVINGS):
+        if x.shape[0] > 1:
+            x = tl.sum(tl.reshape(x, (2, x.shape[0] // 2, COLUMNS)), axis=0)
+    return tl.reshape(x, (COLUMNS,))
 
 
 @triton.jit
@@ -46,10 +86,11 @@ def _delta_rule_kernel(
     """Run the tokens of one row through VALUE_TILE columns of the state of one head.
 
     Grid: (ceil(VALUE_DIM / VALUE_TILE), NUM_HEADS, num_rows). Columns of a state do not depend on
-    each other. A program of a row without tokens, or with more than most_tokens, returns at once.
-    Masks: key elements past
-    KEY_DIM, columns past VALUE_DIM. Bytes moved: the state read and written once, 4 bytes each;
-    values and outputs once; queries and keys once per head and tile, mostly from the cache.
+    each other, and the bits of one depend neither on the tile nor on the warps: sums have one
+    order, and no product is fused with a sum. A program of a row without tokens, or with more than
+    most_tokens, returns at once. Masks: key elements past KEY_DIM, columns past VALUE_DIM. Bytes
+    moved: the state read and written once, 4 bytes each; values and outputs once; queries and keys
+    once per head and tile, mostly from the cache.
     """
     row_ptr = rows_ptr + NUM_FIELDS * tl.program_id(2)
     num_tokens = tl.load(row_ptr + 2)
@@ -79,13 +120,13 @@ def _delta_rule_kernel(
         q = tl.load(q_ptr + dim, is_dim, other=0.0).to(tl.float32)
         k = tl.load(q_ptr + NUM_KEY_HEADS * KEY_DIM + dim, is_dim, other=0.0).to(tl.float32)
         v = tl.load(v_ptr + column, is_column, other=0.0).to(tl.float32)
-        q *= tl.rsqrt(tl.sum(q * q, axis=0) + eps) * scale
-        k *= tl.rsqrt(tl.sum(k * k, axis=0) + eps)
+        q *= tl.rsqrt(_sum_keys((q * q)[:, None]) + eps) * scale
+        k *= tl.rsqrt(_sum_keys((k * k)[:, None]) + eps)
         beta = tl.sigmoid(tl.load(b_ptr).to(tl.float32)) * beta_scale
         state *= tl.exp(rate * softplus(tl.load(a_ptr).to(tl.float32) + dt_bias))
-        change = (v - tl.sum(k[:, None] * state, axis=0)) * beta
+        change = (v - _sum_keys(k[:, None] * state)) * beta
         state += k[:, None] * change[None, :]
-        read = tl.sum(q[:, None] * state, axis=0)
+        read = _sum_keys(q[:, None] * state)
         tl.store(out_ptr + column, read.to(out_ptr.dtype.element_ty), is_column)
         q_ptr += mixed_stride
         v_ptr += mixed_stride
@@ -109,7 +150,8 @@ def delta_rule(
     """Launch the kernel; as `states.delta_rule`, but without rows of more than `most_tokens`."""
     shape = state.shape
     out = mixed.new_empty(len(mixed), shape.num_heads, shape.value_dim)
-    value_tile = min(VALUE_TILE, triton.next_power_of_2(shape.value_dim))
+    tile = NARROW_TILE if len(rows.rows) * shape.num_heads < MANY_STATES else WIDE_TILE
+    value_tile = min(tile.num_columns, triton.next_power_of_2(shape.value_dim))
     grid = (triton.cdiv(shape.value_dim, value_tile), shape.num_heads, len(rows.rows))
     if not (rows.max_tokens and all(grid)):
         return out
@@ -119,6 +161,7 @@ def delta_rule(
         most_tokens, shape.key_dim**-0.5, EPS, beta_scale, NUM_FIELDS=rows.rows.shape[1],
         NUM_HEADS=shape.num_heads, NUM_KEY_HEADS=shape.num_key_heads, KEY_DIM=shape.key_dim,
         VALUE_DIM=shape.value_dim, PIECES_PER_PAGE=state.pieces_per_page,
-        KEY_TILE=triton.next_power_of_2(shape.key_dim), VALUE_TILE=value_tile, num_warps=1,
+        KEY_TILE=triton.next_power_of_2(shape.key_dim), VALUE_TILE=value_tile,
+        num_warps=tile.num_warps, enable_fp_fusion=False,
     )  # fmt: skip
     return out
