@@ -8,6 +8,8 @@ change no bit of the outputs and the state.
 import functools
 import importlib
 import importlib.metadata
+import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,10 @@ from tieredkv.types import StateShape
 
 VERSION = "0.6"
 """The version of fla-core whose kernels are known to take and give states as these do."""
+
+
+_TUNED_FOR = (9, 0)
+"""The compute capability of the GPUs of `fla_configs`, H100 and H200."""
 
 
 def why_missing() -> str | None:
@@ -69,8 +75,17 @@ def delta_rule(
 
 @functools.cache
 def _kernels() -> Any:
-    """Import fla-core, which is untyped, and slow to import."""
-    return importlib.import_module("fla.ops.gated_delta_rule.chunk")
+    """Import fla-core, which is untyped, and slow to import.
+
+    On the GPUs that they were measured on, its kernels take the tiles of `fla_configs`. Otherwise
+    each process of a new machine tunes them for a minute or two, again for longer prompts.
+    """
+    kernels = importlib.import_module("fla.ops.gated_delta_rule.chunk")
+    if torch.cuda.get_device_capability() == _TUNED_FOR and "FLA_CONFIG_DIR" not in os.environ:
+        tuning = importlib.import_module("fla.ops.utils.cache")
+        os.environ["FLA_CONFIG_DIR"] = str(Path(__file__).with_name("fla_configs"))
+        tuning.FLA_CACHE_MODE = tuning.FlaCacheMode.FULL
+    return kernels
 
 
 class Errors(NamedTuple):

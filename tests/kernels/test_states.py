@@ -3,9 +3,13 @@
 Both are compared with the definition in float64 and with transformers; `state_cases` has the cases.
 """
 
+import gc
+import importlib
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +43,7 @@ UPDATES = [
     (BROAD, torch.bfloat16),
 ]
 REAL = StateShape(48, 16, 128, 128, 4)
+FLA_CONFIGS = Path(states.__file__).with_name("fla_configs")
 
 MIXED = [(1, False), (17, True), (0, False), (3, True), (1, True), (20, False), (2, False)]
 """Rows of (tokens, whether they start at position 0); one is padding, two are long."""
@@ -538,3 +543,19 @@ def test_on_the_gpu_a_captured_step_follows_new_rows(relative_error: RelativeErr
     for span in case.spans[20:]:
         for place in other.places(span):
             assert same_bits(case.pool.view(-1)[place], begun.view(-1)[place])
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_no_kernel_of_chunks_is_tuned_at_a_start() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("tiles are known for Hopper only")
+    cached: Any = importlib.import_module("fla.ops.utils.cache").CachedAutotuner
+    case = make_case([(300, True)], REAL, dtype=torch.bfloat16, device="cuda")
+    case.update()
+    names = {file.stem: json.loads(file.read_text()) for file in FLA_CONFIGS.glob("*.json")}
+    found = {it.kernel_name: it for it in gc.get_objects() if isinstance(it, cached)}
+    assert names.keys() == {name for name, kernel in found.items() if kernel.cache}
+    for name, told in names.items():
+        for config in found[name].cache.values():
+            assert config.kwargs == told["default_config"]["kwargs"]
+            assert config.num_warps == told["default_config"]["num_warps"]
