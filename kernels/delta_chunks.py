@@ -82,7 +82,7 @@ def _kernels() -> Any:
     """
     kernels = importlib.import_module("fla.ops.gated_delta_rule.chunk")
     if torch.cuda.get_device_capability() == _TUNED_FOR and "FLA_CONFIG_DIR" not in os.environ:
-        tuning = importlib.import_module("fla.ops.utils.cache")
+        tuning: Any = importlib.import_module("fla.ops.utils.cache")
         os.environ["FLA_CONFIG_DIR"] = str(Path(__file__).with_name("fla_configs"))
         tuning.FLA_CACHE_MODE = tuning.FlaCacheMode.FULL
     return kernels

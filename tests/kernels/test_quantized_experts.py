@@ -13,6 +13,7 @@ from tests.kernels.test_quantized import Slice, draw_weight, exact_rows
 from tieredkv.engine.quantized import Mxfp4Weight
 from tieredkv.errors import ShapeError
 from tieredkv.kernels import expert_layout, experts, reference
+from tieredkv.kernels.checks import triton_module
 from tieredkv.kernels.expert_layout import FP8_TILINGS, MXFP4_TILINGS, Experts, Gate, choose_tiling
 from tieredkv.kernels.quantized import Format, Fp8Matrix, Mxfp4Matrix
 
@@ -170,6 +171,17 @@ def test_every_tiling_computes_the_same(
     with choose("triton"):
         out = experts.compute_experts(**case)
     assert_close(out, defined(case), is_fp8=kind == "fp8")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_rows_that_are_not_sorted_have_the_same_bits(
+    device: str, choose: Choose, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    case = draw("fp8", num_tokens, hidden_size=384, device=device)
+    with choose("triton"):
+        out = experts.compute_experts(**case)
+        monkeypatch.setattr(triton_module("expert_products"), "MAX_UNSORTED", 0)
+        assert torch.equal(experts.compute_experts(**case), out)
 
 
 @pytest.mark.parametrize("first", [1, 4])
