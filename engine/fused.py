@@ -116,6 +116,7 @@ class FusedModel:
             Logits in the model's dtype, [num_kept, vocab_size].
         """
         x = F.embedding(token_ids, self.embedding)  # the residual stream, added to in place
+        style = NormStyle(self.eps)
         normed = layers.rms_norm(x, self.layers[0].input_norm, self.eps)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.final_norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
@@ -137,7 +138,7 @@ class FusedModel:
                 return x.new_empty(0, len(self.head))
             layers.linear(attended.flatten(1), *layer.attention_out, residual=x)
             normed = layers.rms_norm(x, layer.mlp_norm, self.eps)
-            normed = layer.mlp.add_and_norm(normed, x, next_norm, self.eps)
+            normed = layer.mlp.add_and_norm(normed, x, next_norm, style)
         return F.linear(normed, self.head)
 
 

@@ -16,7 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tieredkv.engine.experts import find_experts
 from tieredkv.engine.merged_weights import Linear, merge_linears, merge_parameters
 from tieredkv.kernels import experts, layers
-from tieredkv.kernels.expert_layout import Experts, GateKind, RoutingRule
+from tieredkv.kernels.checks import NormStyle
+from tieredkv.kernels.expert_layout import Experts, GateKind, RoutingRule, SharedExpert
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +52,12 @@ class DenseMLP:
         gated = layers.gate_mul(layers.linear(normed, *self.gate_up), self.kind)
         return layers.linear(gated, *self.down, residual=residual)
 
-    def add_and_norm(self, normed: Tensor, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+    def add_and_norm(
+        self, normed: Tensor, residual: Tensor, norm: Tensor, style: NormStyle
+    ) -> Tensor:
         """Add the MLP to the residual stream, in place, and norm that for what comes next."""
         self.compute(normed, residual)
-        return layers.rms_norm(residual, norm, eps)
+        return layers.add_and_norm(residual, None, norm[None], style)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,21 +125,34 @@ class SparseMLP:
     def compute(self, normed: Tensor) -> Tensor:
         """Compute the experts of the normed rows, [num_tokens, hidden_size]."""
         logits = self.score(normed)
-        out = experts.compute_experts(normed, *self.choose(logits), self.experts)
-        if self.shared is not None and self.is_gated:
-            gate = logits[:, self.experts.down.shape[0], None].sigmoid()
-            out.addcmul_(self.shared.compute(normed), gate)
-        elif self.shared is not None:
+        out = experts.compute_experts(
+            normed, *self.choose(logits), self.experts, shared=self._gated(normed, logits)
+        )
+        if self.shared is not None and not self.is_gated:
             self.shared.compute(normed, out)
         return out
 
-    def add_and_norm(self, normed: Tensor, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+    def _gated(self, normed: Tensor, logits: Tensor) -> SharedExpert | None:
+        """Compute the shared expert, if it has a gate."""
+        if self.shared is None or not self.is_gated:
+            return None
+        return SharedExpert(self.shared.compute(normed), logits[:, self.experts.down.shape[0]])
+
+    def add_and_norm(
+        self, normed: Tensor, residual: Tensor, norm: Tensor, style: NormStyle
+    ) -> Tensor:
         """Add the experts to the residual stream, in place, and norm that for what comes next."""
-        if self.shared is not None:
+        if self.shared is not None and not self.is_gated:
             self.shared.compute(normed, residual)
-        chosen = self.choose(self.score(normed))
+        logits = self.score(normed)
         return experts.add_experts(
-            normed, *chosen, self.experts, residual=residual, norm=norm, eps=eps
+            normed,
+            *self.choose(logits),
+            self.experts,
+            residual=residual,
+            norm=norm,
+            style=style,
+            shared=self._gated(normed, logits),
         )
 
 

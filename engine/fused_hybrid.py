@@ -168,8 +168,11 @@ class FusedHybrid:
                     return x.new_empty(0, len(self.head))
                 x = x[kept]
             [normed] = layers.add_and_norm(x, Branch(mixed), layer.mlp_norm, self.style)
-            branch = Branch(layer.mlp.compute(normed))
-            [normed] = layers.add_and_norm(x, branch, next_norm, self.style)
+            if isinstance(layer.mlp, SparseMLP):
+                normed = layer.mlp.add_and_norm(normed, x, next_norm[0], self.style)
+            else:
+                branch = Branch(layer.mlp.compute(normed))
+                [normed] = layers.add_and_norm(x, branch, next_norm, self.style)
         return F.linear(normed, self.head)
 
 

@@ -74,6 +74,18 @@ class Experts(NamedTuple):
     gate: Gate = Gate()
 
 
+class SharedExpert(NamedTuple):
+    """Rows that are added to the sums of the chosen experts, times a gate.
+
+    Attributes:
+        rows: [num_tokens, hidden_size], contiguous, the dtype of the tokens' rows.
+        gate: [num_tokens], a float dtype; rows are multiplied by its sigmoid.
+    """
+
+    rows: Tensor
+    gate: Tensor
+
+
 class Tile(NamedTuple):
     """What one program of a grouped product computes at a time, beside its rows.
 

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tieredkv.kernels.expert_layout import Experts, Tiling, choose_tiling
+from tieredkv.kernels.checks import NormStyle
+from tieredkv.kernels.expert_layout import Experts, SharedExpert, Tiling, choose_tiling
 from tieredkv.kernels.fp8_products import quantise_rows
 from tieredkv.kernels.quantized import Fp8Matrix, Mxfp4Matrix, Weight, format_of, has_fp8
 from tieredkv.kernels.quantized_tiles import sum_fp8_blocks, sum_mxfp4_groups
@@ -188,16 +189,20 @@ def _grouped_kernel(
     tl.store(target, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["gate_stride"])
 def _sum_kernel(
-    parts_ptr, out_ptr, norm_ptr, normed_ptr, eps, TOP_K: tl.constexpr, NUM_COLUMNS: tl.constexpr,
+    parts_ptr, shared_ptr, gate_ptr, out_ptr, norm_ptr, normed_ptr, gate_stride, eps, offset,
+    IS_ROUNDED_FIRST: tl.constexpr, TOP_K: tl.constexpr, NUM_COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Add up the rows of one token's pairs by rank; with a norm, add them to out, and norm that.
 
     Grid: (num_tokens,). A program holds its row in registers; columns past NUM_COLUMNS are masked.
-    Bytes moved: TOP_K reads and 1 write of the row, and with a norm 1 read and 1 write more.
+    With a shared expert, the sum is rounded before and after its row is added. Bytes moved: TOP_K
+    reads and 1 write of the row, 1 read more with a shared expert, and with a norm 1 read and 1
+    write more.
     """
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     mask = column < NUM_COLUMNS
@@ -206,22 +211,31 @@ def _sum_kernel(
     for rank in tl.static_range(TOP_K):
         source = parts_ptr + (token * TOP_K + rank) * NUM_COLUMNS + column
         total += tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    if shared_ptr is not None:
+        gate = tl.sigmoid(tl.load(gate_ptr + token * gate_stride).to(tl.float32))
+        gate = gate.to(gate_ptr.dtype.element_ty).to(tl.float32)
+        shared = tl.load(shared_ptr + target, mask=mask, other=0.0).to(tl.float32)
+        total = (total.to(dtype).to(tl.float32) + shared * gate).to(dtype).to(tl.float32)
     if norm_ptr is not None:
         total += tl.load(out_ptr + target, mask=mask, other=0.0).to(tl.float32)
-    out = total.to(out_ptr.dtype.element_ty)
+    out = total.to(dtype)
     tl.store(out_ptr + target, out, mask=mask)
     if norm_ptr is not None:
         exact = out.to(tl.float32)
         variance = tl.sum(exact * exact, axis=0) / NUM_COLUMNS
-        normed = (exact * tl.rsqrt(variance + eps)).to(out.dtype).to(tl.float32)
-        weight = tl.load(norm_ptr + column, mask=mask, other=0.0).to(tl.float32)
-        tl.store(normed_ptr + target, (normed * weight).to(out.dtype), mask=mask)
+        normed = exact * tl.rsqrt(variance + eps)
+        if IS_ROUNDED_FIRST:
+            normed = normed.to(dtype).to(tl.float32)
+        weight = tl.load(norm_ptr + column, mask=mask, other=0.0).to(tl.float32) + offset
+        tl.store(normed_ptr + target, (normed * weight).to(dtype), mask=mask)
 
 
-def compute_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+def compute_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, shared: SharedExpert | None
+) -> Tensor:
     """Launch the kernels; same contract as `experts.compute_experts`."""
     out = x.new_empty(x.shape)
-    _sum(_compute_parts(x, ids, weights, experts), out, None, None, 0.0)
+    _sum(_compute_parts(x, ids, weights, experts), shared, out, None, None, NormStyle(0.0))
     return out
 
 
@@ -230,24 +244,32 @@ def add_experts(
     ids: Tensor,
     weights: Tensor,
     experts: Experts,
+    shared: SharedExpert | None,
     residual: Tensor,
     norm: Tensor,
-    eps: float,
+    style: NormStyle,
 ) -> Tensor:
     """Launch the kernels; same contract as `experts.add_experts`."""
     normed = x.new_empty(x.shape)
-    _sum(_compute_parts(x, ids, weights, experts), residual, norm, normed, eps)
+    _sum(_compute_parts(x, ids, weights, experts), shared, residual, norm, normed, style)
     return normed
 
 
 def _sum(
-    parts: Tensor, out: Tensor, norm: Tensor | None, normed: Tensor | None, eps: float
+    parts: Tensor,
+    shared: SharedExpert | None,
+    out: Tensor,
+    norm: Tensor | None,
+    normed: Tensor | None,
+    style: NormStyle,
 ) -> None:
     num_tokens, hidden_size = out.shape
     tile = triton.next_power_of_2(hidden_size)
+    rows, gate = (None, None) if shared is None else shared
     _sum_kernel[(num_tokens,)](
-        parts, out, norm, normed, eps, TOP_K=len(parts) // num_tokens, NUM_COLUMNS=hidden_size,
-        TILE=tile, num_warps=min(16, max(1, tile // 512)),
+        parts, rows, gate, out, norm, normed, 0 if gate is None else gate.stride(0), style.eps,
+        style.offset, IS_ROUNDED_FIRST=style.is_rounded_first, TOP_K=len(parts) // num_tokens,
+        NUM_COLUMNS=hidden_size, TILE=tile, num_warps=min(16, max(1, tile // 512)),
     )  # fmt: skip
 
 

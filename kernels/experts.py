@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tieredkv.errors import ShapeError
 from tieredkv.kernels import checks, layers, reference
-from tieredkv.kernels.checks import describe, triton_module
-from tieredkv.kernels.expert_layout import Experts, RoutingRule
+from tieredkv.kernels.checks import NormStyle, describe, triton_module
+from tieredkv.kernels.expert_layout import Experts, RoutingRule, SharedExpert
 from tieredkv.kernels.quantized import check_quantized, describe_weight, format_of
 
 
@@ -52,11 +52,14 @@ def route(logits: Tensor, num_chosen: int, rule: RoutingRule) -> tuple[Tensor, T
     return chosen
 
 
-def compute_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+def compute_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, *, shared: SharedExpert | None = None
+) -> Tensor:
     """Compute the chosen experts of each token, and add them up by their weights.
 
     Gate and up values are float32 until their product, which is rounded. The weighted result of
-    each expert is rounded, and then the sum is.
+    each expert is rounded, and then the sum is. What a shared expert adds to that is not rounded
+    before it is added, but the sigmoid of its gate is.
 
     Args:
         x: [num_tokens, hidden_size], contiguous in hidden_size.
@@ -65,6 +68,7 @@ def compute_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -
         experts: of the layer, x's dtype. By weights in FP8, rows of x and inner values are
             multiplied in FP8 (see `fp8.quantise_rows`); weights in MXFP4 are rounded to x's dtype,
             which changes none of them in bfloat16.
+        shared: what is added to the sums, or None.
 
     Returns:
         [num_tokens, hidden_size] in x's dtype, contiguous.
@@ -74,12 +78,12 @@ def compute_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -
 
     Source: Mixtral, Jiang et al. 2024; blocks of rows of one expert: MegaBlocks, Gale et al. 2022.
     """
-    _check(x, ids, weights, experts)
+    _check(x, ids, weights, experts, shared)
     if not len(x):
         return x.new_empty(x.shape)
     if not checks.use_triton(x.device):
-        return reference.compute_experts(x, ids, weights, experts).to(x.dtype)
-    out: Tensor = triton_module("expert_products").compute_experts(x, ids, weights, experts)
+        return reference.compute_experts(x, ids, weights, experts, shared).to(x.dtype)
+    out: Tensor = triton_module("expert_products").compute_experts(x, ids, weights, experts, shared)
     return out
 
 
@@ -91,7 +95,8 @@ def add_experts(
     *,
     residual: Tensor,
     norm: Tensor,
-    eps: float,
+    style: NormStyle,
+    shared: SharedExpert | None = None,
 ) -> Tensor:
     """Add the chosen experts to the residual stream, in place, and norm that for the next layer.
 
@@ -101,8 +106,9 @@ def add_experts(
         weights: as well.
         experts: as well.
         residual: of x's shape and dtype, contiguous.
-        norm: [hidden_size], x's dtype; see `layers.rms_norm`.
-        eps: of the norm.
+        norm: [hidden_size], x's dtype, the weights of the norm.
+        style: of the norm.
+        shared: as in `compute_experts`; with it, the sum is rounded before it is added.
 
     Returns:
         The normed residual stream, of x's shape and dtype, contiguous.
@@ -110,7 +116,7 @@ def add_experts(
     Raises:
         ShapeError: the tensors disagree; checked on the host before launch.
     """
-    _check(x, ids, weights, experts)
+    _check(x, ids, weights, experts, shared)
     if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous():
         what = f"residual {describe(residual)} must be contiguous"
         raise ShapeError(f"{what} and have the shape and dtype of x {describe(x)}")
@@ -118,15 +124,17 @@ def add_experts(
     if not len(x):
         return x.new_empty(x.shape)
     if not checks.use_triton(x.device):
-        residual += reference.compute_experts(x, ids, weights, experts)
-        return reference.rms_norm(residual, norm, eps)
+        residual += reference.compute_experts(x, ids, weights, experts, shared)
+        return reference.add_and_norm(residual, None, norm[None], style)[0]
     normed: Tensor = triton_module("expert_products").add_experts(
-        x, ids, weights, experts, residual, norm, eps
+        x, ids, weights, experts, shared, residual, norm, style
     )
     return normed
 
 
-def _check(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> None:
+def _check(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, shared: SharedExpert | None
+) -> None:
     gate_up, down = experts.gate_up, experts.down
     if x.ndim != 2 or x.dtype not in checks.KERNEL_DTYPES:
         raise ShapeError(f"x {describe(x)} is not a matrix of a supported dtype")
@@ -170,3 +178,11 @@ def _check(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> None:
         if tensor.dtype not in dtypes or tensor.device != x.device or not tensor.is_contiguous():
             what = f"{name} {describe(tensor)} is not contiguous"
             raise ShapeError(f"{what}, or has not a supported dtype on {x.device}")
+    if shared is None:
+        return
+    rows, gate = shared
+    layers.check_like("rows of a shared expert", rows, x, x.shape)
+    if gate.shape != x.shape[:1] or gate.dtype not in checks.KERNEL_DTYPES:
+        raise ShapeError(
+            f"the gate of a shared expert, {describe(gate)}, does not fit {describe(x)}"
+        )

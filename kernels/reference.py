@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tieredkv.kernels.checks import Branch, HeadNorms, LayerCache, NormStyle, Rope
-from tieredkv.kernels.expert_layout import Experts, Gate, GateKind, RoutingRule
+from tieredkv.kernels.expert_layout import Experts, Gate, GateKind, RoutingRule, SharedExpert
 from tieredkv.kernels.partition import Batch, Latent
 from tieredkv.kernels.quantized import FP8_BLOCK, FP8_MAX, Fp8Matrix, Weight
 
@@ -119,11 +119,13 @@ def _weight_of(weight: Weight, expert: int, dtype: torch.dtype) -> Tensor:
     return weight.at(expert).dequantised(torch.float32 if is_fp8 else dtype).float()
 
 
-def compute_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+def compute_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, shared: SharedExpert | None = None
+) -> Tensor:
     """Compute the chosen experts of each token, expert by expert; see `experts.compute_experts`.
 
     Returns:
-        The sums in float32.
+        The sums in float32, or in x's dtype with a shared expert.
     """
     pairs = ids.flatten()
     parts = x.new_empty(len(pairs), x.shape[1], dtype=torch.float32)
@@ -138,7 +140,10 @@ def compute_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -
         inner = gated(F.linear(rows, gate_up, bias), experts.gate).to(x.dtype)
         down = _weight_of(experts.down, expert, x.dtype)
         parts[own] = F.linear(_as_multiplied(inner, experts.down), down, down_bias)
-    return (parts.view(*ids.shape, -1) * weights.float()[..., None]).sum(dim=1)
+    out = (parts.view(*ids.shape, -1) * weights.float()[..., None]).sum(dim=1)
+    if shared is None:
+        return out
+    return out.to(x.dtype).addcmul_(shared.rows, shared.gate.sigmoid()[:, None])
 
 
 def gated(gate_up: Tensor, gate: Gate) -> Tensor:

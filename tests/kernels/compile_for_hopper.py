@@ -421,7 +421,12 @@ def compile_routing(hidden_size: int, *, is_short: bool) -> None:
     compile_kernel(
         expert_products._sum_kernel,
         dtype,
-        ({} if is_short else {"norm_ptr": None, "normed_ptr": None})
+        (
+            {"IS_ROUNDED_FIRST": False}
+            if is_short
+            else {"IS_ROUNDED_FIRST": True, "norm_ptr": None, "normed_ptr": None}
+            | {"shared_ptr": None, "gate_ptr": None}
+        )
         | {"TOP_K": 8, "NUM_COLUMNS": hidden_size, "TILE": 4096},
     )
     compile_kernel(

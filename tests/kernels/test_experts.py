@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.golden import refused
 from tieredkv.errors import ShapeError
 from tieredkv.kernels import experts, layers, reference, routing
+from tieredkv.kernels.checks import NormStyle
 from tieredkv.kernels.expert_layout import (
     LARGE,
     MIDDLE,
@@ -19,6 +20,7 @@ from tieredkv.kernels.expert_layout import (
     Experts,
     Gate,
     RoutingRule,
+    SharedExpert,
     Tiling,
     choose_tiling,
     most_blocks,
@@ -35,6 +37,8 @@ BACKENDS = [
     ("reference", torch.float32),
     ("reference", torch.bfloat16),
 ]
+
+STYLE = NormStyle(0.1)
 
 GATES = {
     "silu": Gate(),
@@ -169,9 +173,32 @@ def test_experts_are_added_to_the_residual_stream_which_is_normed(
     expected = total / (total.pow(2).mean(-1, keepdim=True) + 0.1).sqrt() * norm.double()
     residual = residual.to(device)
     with choose(backend):
-        normed = experts.add_experts(**case, residual=residual, norm=norm.to(device), eps=0.1)
+        normed = experts.add_experts(**case, residual=residual, norm=norm.to(device), style=STYLE)
     assert_close(residual, total)
     assert_close(normed, expected)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS)
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_a_shared_expert_is_added_by_the_sigmoid_of_its_gate(
+    device: str, choose: Choose, backend: str, dtype: torch.dtype, num_tokens: int
+) -> None:
+    case = draw(num_tokens, dtype=dtype, device=device)
+    rows, logits = torch.randn(num_tokens, 48).to(dtype), torch.randn(num_tokens, 7).to(dtype)
+    gate = logits.to(device)[:, 5]
+    case["shared"] = SharedExpert(rows.to(device), gate)
+    expected = defined(case) + rows.double() * torch.sigmoid(logits[:, 5, None].double())
+    residual, norm = torch.randn(num_tokens, 48).to(dtype), torch.randn(48).to(dtype)
+    total = expected + residual.double()
+    divided = total / (total.pow(2).mean(-1, keepdim=True) + 0.1).sqrt()
+    residual, style = residual.to(device), NormStyle(0.1, offset=1.0, is_rounded_first=False)
+    with choose(backend):
+        out = experts.compute_experts(**case)
+        added = residual + out
+        normed = experts.add_experts(**case, residual=residual, norm=norm.to(device), style=style)
+    assert_close(out, expected)
+    assert torch.equal(residual, added)
+    assert_close(normed, divided * (norm.double() + 1.0))
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
@@ -179,7 +206,7 @@ def test_no_tokens_is_no_launch(device: str, choose: Choose, backend: str) -> No
     case = draw(0, device=device)
     with choose(backend):
         assert experts.compute_experts(**case).shape == (0, 48)
-        more = {"residual": case["x"], "norm": torch.ones(48, device=device), "eps": 0.1}
+        more = {"residual": case["x"], "norm": torch.ones(48, device=device), "style": STYLE}
         assert experts.add_experts(**case, **more).shape == (0, 48)
         ids, weights = experts.route(torch.zeros(0, 6, device=device), 2, RoutingRule())
     assert ids.shape == weights.shape == (0, 2)
@@ -324,9 +351,13 @@ def test_tiles_grow_with_the_rows_of_an_expert(num_pairs: int, expected: Tiling)
         {"ids": torch.zeros(3, 6, dtype=torch.int64)[:, ::2]},
         {"weights": torch.zeros(3, 2)},
         {"weights": torch.zeros(3, 3, dtype=torch.int64)},
+        {"shared": SharedExpert(torch.zeros(3, 47), torch.zeros(3))},
+        {"shared": SharedExpert(torch.zeros(3, 48).half(), torch.zeros(3))},
+        {"shared": SharedExpert(torch.zeros(3, 48), torch.zeros(3, 1))},
+        {"shared": SharedExpert(torch.zeros(3, 48), torch.zeros(3, dtype=torch.int32))},
     ],
 )
-def test_tensors_that_disagree_are_refused(change: dict[str, Tensor]) -> None:
+def test_tensors_that_disagree_are_refused(change: dict[str, Any]) -> None:
     with refused(ShapeError):
         experts.compute_experts(**(draw(3) | change))
 
@@ -342,7 +373,7 @@ def test_tensors_that_disagree_are_refused(change: dict[str, Tensor]) -> None:
     ],
 )
 def test_a_residual_or_norm_that_does_not_fit_is_refused(change: dict[str, Tensor]) -> None:
-    more = {"residual": torch.zeros(3, 48), "norm": torch.ones(48), "eps": 0.1}
+    more = {"residual": torch.zeros(3, 48), "norm": torch.ones(48), "style": STYLE}
     with refused(ShapeError):
         experts.add_experts(**(draw(3) | more | change))
 

@@ -13,7 +13,7 @@ from tests.kernels.test_quantized import Slice, draw_weight, exact_rows
 from tieredkv.engine.quantized import Mxfp4Weight
 from tieredkv.errors import ShapeError
 from tieredkv.kernels import expert_layout, experts, reference
-from tieredkv.kernels.checks import triton_module
+from tieredkv.kernels.checks import NormStyle, triton_module
 from tieredkv.kernels.expert_layout import FP8_TILINGS, MXFP4_TILINGS, Experts, Gate, choose_tiling
 from tieredkv.kernels.quantized import Format, Fp8Matrix, Mxfp4Matrix
 
@@ -155,7 +155,7 @@ def test_experts_of_quantized_weights_agree_with_their_definition(
     norm = torch.ones(hidden_size, dtype=dtype, device=device)
     with choose(backend):
         out = experts.compute_experts(**case)
-        experts.add_experts(**case, residual=residual, norm=norm, eps=0.1)
+        experts.add_experts(**case, residual=residual, norm=norm, style=NormStyle(0.1))
     assert_close(out, expected, is_fp8=kind == "fp8")
     assert_close(residual, total, is_fp8=kind == "fp8")
 
