@@ -20,7 +20,7 @@ from tieredkv.kernels.checks import NormStyle
 from tieredkv.kernels.expert_layout import Experts, SharedExpert, Tiling, choose_tiling
 from tieredkv.kernels.fp8_products import quantise_rows
 from tieredkv.kernels.quantized import Fp8Matrix, Mxfp4Matrix, Weight, format_of, has_fp8
-from tieredkv.kernels.quantized_tiles import sum_fp8_blocks, sum_mxfp4_groups
+from tieredkv.kernels.quantized_tiles import sum_fp8_blocks, sum_mxfp4_groups, sum_wide_fp8_blocks
 from tieredkv.kernels.routing import SortedPairs, sort_pairs
 
 MAX_UNSORTED = 2
@@ -97,7 +97,7 @@ def _grouped_kernel(
     alpha, limit, FORMAT: tl.constexpr, IS_GPU: tl.constexpr, GATE: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, NUM_OUTPUTS: tl.constexpr,
     NUM_INPUTS: tl.constexpr, IS_EVEN: tl.constexpr, GROUP: tl.constexpr, NUM_ROWS: tl.constexpr,
-    OUTPUT_TILE: tl.constexpr, INPUT_TILE: tl.constexpr,
+    OUTPUT_TILE: tl.constexpr, INPUT_TILE: tl.constexpr, IS_WIDE: tl.constexpr,
 ):  # fmt: skip
     """Multiply one block of rows by one tile of its expert's weight; gate or weigh the result.
 
@@ -109,8 +109,8 @@ def _grouped_kernel(
     `plain`, `fp8` or `mxfp4`; the strides are those of `plain`, since quantized weights have no
     gaps. In `fp8`, sorted rows have scales too, and others are quantized here; in `mxfp4`, rows are
     words of 64 bits, and the weight is words of as many inputs. IS_GPU says whether there is PTX to
-    unpack MXFP4, and whether conversions to FP8 round. Bytes moved: each tile of weights once per
-    block, each row once per tile.
+    unpack MXFP4, and whether conversions to FP8 round. IS_WIDE says whether the rows are the first
+    factor in `fp8`. Bytes moved: each tile of weights once per block, each row once per tile.
     """
     num_tiles: tl.constexpr = (NUM_OUTPUTS + OUTPUT_TILE - 1) // OUTPUT_TILE
     group = tl.program_id(0) // (GROUP * num_tiles)
@@ -146,19 +146,32 @@ def _grouped_kernel(
         input_ = tl.arange(0, 128)
         num_steps: tl.constexpr = NUM_INPUTS // 128
         weight = weight_ptr + expert * NUM_OUTPUTS * NUM_INPUTS + output[:, None] * NUM_INPUTS
-        first_scale = expert * ((NUM_OUTPUTS + 127) // 128) * num_steps
-        if x_scales_ptr is None:
-            x = x_ptr + (block // PAIRS_PER_ROW).to(tl.int64) * x_stride + input_[None, :]
-            x_scales = None
+        scales = weight_scales_ptr + expert * ((NUM_OUTPUTS + 127) // 128) * num_steps
+        if IS_WIDE:
+            first = tile * OUTPUT_TILE
+            second = first + 1
+            if GATE != "none" and not IS_INTERLEAVED:
+                first = first // 2
+                second = first + NUM_OUTPUTS // 2
+            acc = sum_wide_fp8_blocks(
+                x_ptr + source[:, None] * x_stride + input_[None, :],
+                x_scales_ptr + source, x_scales_stride, weight + input_[None, :],
+                scales + first // 128 * num_steps, scales + second // 128 * num_steps, is_row,
+                is_output, 0, num_steps, IS_EVEN,
+            )  # fmt: skip
         else:
-            x = x_ptr + source[:, None] * x_stride + input_[None, :]
-            x_scales = x_scales_ptr + source
-        sums = sum_fp8_blocks(
-            x, x_scales, x_scales_stride, weight + input_[None, :],
-            weight_scales_ptr + first_scale + output // 128 * num_steps, is_row, is_output, 0,
-            num_steps, IS_EVEN, IS_GPU,
-        )  # fmt: skip
-        acc = tl.trans(sums)
+            if x_scales_ptr is None:
+                x = x_ptr + (block // PAIRS_PER_ROW).to(tl.int64) * x_stride + input_[None, :]
+                x_scales = None
+            else:
+                x = x_ptr + source[:, None] * x_stride + input_[None, :]
+                x_scales = x_scales_ptr + source
+            sums = sum_fp8_blocks(
+                x, x_scales, x_scales_stride, weight + input_[None, :],
+                scales + output // 128 * num_steps, is_row, is_output, 0, num_steps, IS_EVEN,
+                IS_GPU,
+            )  # fmt: skip
+            acc = tl.trans(sums)
     else:
         dtype: tl.constexpr = out_ptr.dtype.element_ty
         WORD: tl.constexpr = 64 // dtype.primitive_bitwidth
@@ -316,9 +329,18 @@ def _multiply(
         IS_INTERLEAVED=gate.is_interleaved, PAIRS_PER_ROW=len(out) // len(x),
         NUM_OUTPUTS=num_outputs, NUM_INPUTS=num_inputs,
         IS_EVEN=num_outputs % outputs == 0 and num_inputs % inputs == 0, GROUP=BLOCK_GROUP,
-        NUM_ROWS=tiling.num_rows, OUTPUT_TILE=outputs, INPUT_TILE=inputs, num_warps=num_warps,
+        NUM_ROWS=tiling.num_rows, OUTPUT_TILE=outputs, INPUT_TILE=inputs,
+        IS_WIDE=is_wide(tiling.num_rows, num_outputs, outputs), num_warps=num_warps,
         num_stages=num_stages,
     )  # fmt: skip
+
+
+def is_wide(num_rows: int, num_outputs: int, output_tile: int) -> bool:
+    """Return whether a product in FP8 has enough rows for Hopper's tensor cores as first factor.
+
+    A tile's halves of the gate and of the up values must each have one scale.
+    """
+    return num_rows >= 64 and output_tile <= 128 and num_outputs // 2 % (output_tile // 2) == 0
 
 
 class _Factors(NamedTuple):

@@ -121,6 +121,56 @@ def sum_fp8_blocks(
 
 
 @triton.jit
+def sum_wide_fp8_blocks(
+    x, x_scales, x_scales_stride, weight, even_scales, odd_scales, is_row, is_output, first, end,
+    IS_EVEN: tl.constexpr,
+):  # fmt: skip
+    """Multiply 64 rows or more by outputs of which all even ones, and all odd ones, share a scale.
+
+    As `sum_fp8_blocks`, but the rows are the first factor: each thread then has sums of two rows,
+    and needs few scales.
+
+    Args:
+        x: pointers [rows, 128] to values of block 0, in FP8.
+        x_scales: pointers [rows] to the scales of block 0.
+        x_scales_stride: from the scales of one block to those of the next.
+        weight: pointers [outputs, 128] to values of block 0, in FP8.
+        even_scales: pointer to the scale of the even outputs of block 0, which the next ones
+            follow.
+        odd_scales: pointer to that of the odd outputs.
+        is_row: [rows]; other rows are not loaded.
+        is_output: [outputs]; others are not loaded unless IS_EVEN.
+        first: block.
+        end: the block after the last one.
+        IS_EVEN: whether all outputs are loaded.
+
+    Returns:
+        [rows, outputs] float32.
+    """
+    acc = tl.zeros([x.shape[0], weight.shape[0]], tl.float32)
+    is_odd = (tl.arange(0, weight.shape[0]) % 2)[None, :] == 1
+    row_factor = tl.load(x_scales + first * x_scales_stride, mask=is_row, other=0.0)
+    even_factor, odd_factor = tl.load(even_scales + first), tl.load(odd_scales + first)
+    for block in range(first, end):
+        rows = tl.load(x + block * 128, mask=is_row[:, None], other=0.0)
+        if IS_EVEN:
+            values = tl.load(weight + block * 128)
+        else:
+            values = tl.load(weight + block * 128, mask=is_output[:, None], other=0.0)
+        ahead = tl.minimum(block + 1, end - 1)
+        next_row_factor = tl.load(x_scales + ahead * x_scales_stride, mask=is_row, other=0.0)
+        next_even_factor, next_odd_factor = (
+            tl.load(even_scales + ahead),
+            tl.load(odd_scales + ahead),
+        )
+        part = tl.dot(rows, tl.trans(values))
+        odd, even = row_factor * odd_factor, row_factor * even_factor
+        acc += part * tl.where(is_odd, odd[:, None], even[:, None])
+        row_factor, even_factor, odd_factor = next_row_factor, next_even_factor, next_odd_factor
+    return acc
+
+
+@triton.jit
 def _power_of_two(stored):
     """Return 2^(stored - 127) of bytes in int32; a float32 below 2^-126 has no leading one."""
     bits = tl.where(stored == 0, 0x400000, stored << 23)

@@ -363,6 +363,7 @@ def compile_experts(
                 "NUM_ROWS": tiling.num_rows,
                 "OUTPUT_TILE": tile.num_outputs,
                 "INPUT_TILE": tile.num_inputs,
+                "IS_WIDE": expert_products.is_wide(tiling.num_rows, outputs, tile.num_outputs),
             },
             pointers,
             num_warps=tile.num_warps,

@@ -173,6 +173,19 @@ def test_every_tiling_computes_the_same(
     assert_close(out, defined(case), is_fp8=kind == "fp8")
 
 
+@pytest.mark.parametrize("index", [2, 3])
+def test_rows_as_the_first_factor_agree_with_weights_as_the_first(
+    device: str, choose: Choose, monkeypatch: pytest.MonkeyPatch, index: int
+) -> None:
+    monkeypatch.setattr(expert_layout, "_TILINGS", {"fp8": (FP8_TILINGS[index],) * 4})
+    case = draw("fp8", 70, num_experts=2, hidden_size=384, num_inner=128, device=device)
+    with choose("triton"):
+        out = experts.compute_experts(**case)
+        monkeypatch.setattr(triton_module("expert_products"), "is_wide", lambda *_: False)
+        other = experts.compute_experts(**case)
+    torch.testing.assert_close(out, other, rtol=1e-6, atol=1e-6 * float(other.abs().max()))
+
+
 @pytest.mark.parametrize("num_tokens", [1, 2])
 def test_rows_that_are_not_sorted_have_the_same_bits(
     device: str, choose: Choose, monkeypatch: pytest.MonkeyPatch, num_tokens: int
