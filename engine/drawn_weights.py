@@ -4,7 +4,6 @@ They are the same in every process on a kind of device. The module knows paramet
 numbers are stored; it knows no files and no requests.
 """
 
-import copy
 from collections.abc import Collection
 from typing import Any
 
@@ -40,7 +39,7 @@ def make_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.devic
     """Make a model on a device, with weights as transformers initialises them."""
     with torch.device(device):
         return _AUTO_MODEL.from_config(
-            copy.deepcopy(config),
+            config,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             experts_implementation=EXPERTS_NAME,
