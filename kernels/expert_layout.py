@@ -136,28 +136,27 @@ EXACT = Tiling(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
 
 
 _FP8_BYTES = Tile(64, 128, num_warps=4, num_stages=4)
-_FP8_MIXED = Tile(128, 128, num_warps=4, num_stages=4)
-_FP8_LARGE = Tile(128, 128, num_warps=8, num_stages=4)
+_FP8_MIXED = Tile(128, 128, num_warps=4, num_stages=3)
 
 FP8_TILINGS = (
     Tiling(16, _FP8_BYTES, _FP8_BYTES),
     Tiling(32, _FP8_BYTES, _FP8_BYTES),
     Tiling(64, _FP8_MIXED, _FP8_MIXED),
-    Tiling(128, _FP8_LARGE, _FP8_LARGE),
+    Tiling(64, _FP8_MIXED, _FP8_MIXED),
 )
 """For weights in FP8, by rows an expert. A tile has the 128 inputs that have one scale, and at
 least the 64 outputs that Hopper's tensor cores take. The sums of a block stand beside those of all
 blocks in registers, so that the largest tile is half of LARGE."""
 
+_MXFP4_FEW = Tile(128, 128, num_warps=4, num_stages=4)
 _MXFP4_BYTES = Tile(64, 128, num_warps=4, num_stages=4)
-_MXFP4_MIXED = Tile(128, 64, num_warps=4, num_stages=4)
-_MXFP4_LARGE = Tile(128, 64, num_warps=8, num_stages=4)
+_MXFP4_MIXED = Tile(128, 64, num_warps=4, num_stages=3)
 
 MXFP4_TILINGS = (
-    Tiling(16, _MXFP4_BYTES, _MXFP4_BYTES),
+    Tiling(16, _MXFP4_FEW, _MXFP4_FEW),
     Tiling(32, _MXFP4_BYTES, _MXFP4_BYTES),
     Tiling(64, _MXFP4_MIXED, _MXFP4_MIXED),
-    Tiling(128, _MXFP4_LARGE, _MXFP4_LARGE),
+    Tiling(64, _MXFP4_MIXED, _MXFP4_MIXED),
 )
 """For weights in MXFP4, by rows an expert. Each program makes the numbers of its weights from their
 bytes, and so the more rows it multiplies, the less time that takes."""
