@@ -135,9 +135,8 @@ def multiply(x: Tensor, weight: Fp8Matrix, bias: Tensor | None, residual: Tensor
             out[rows] = exact
         else:
             tiling = choose_tiling(end - start, *weight.shape)
-            values, scales = quantise_rows(x[rows]) if end - start > 1 else (x[rows], None)
             triton_module("fp8_products").multiply(
-                values, scales, weight, bias, out[rows], residual is not None, tiling
+                *quantise_rows(x[rows]), weight, bias, out[rows], residual is not None, tiling
             )
     return out
 

