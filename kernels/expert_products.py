@@ -94,7 +94,7 @@ def _sum_plain_tiles(
 def _grouped_kernel(
     x_ptr, x_scales_ptr, weight_ptr, weight_scales_ptr, bias_ptr, routing_ptr, out_ptr, pairs_ptr,
     blocks_ptr, num_blocks, x_stride, x_scales_stride, expert_stride, output_stride, input_stride,
-    alpha, limit, FORMAT: tl.constexpr, IS_GPU: tl.constexpr, GATE: tl.constexpr,
+    alpha, limit, FORMAT: tl.constexpr, HAS_PTX: tl.constexpr, GATE: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, NUM_OUTPUTS: tl.constexpr,
     NUM_INPUTS: tl.constexpr, IS_EVEN: tl.constexpr, GROUP: tl.constexpr, NUM_ROWS: tl.constexpr,
     OUTPUT_TILE: tl.constexpr, INPUT_TILE: tl.constexpr, IS_WIDE: tl.constexpr,
@@ -107,10 +107,10 @@ def _grouped_kernel(
     row p // PAIRS_PER_ROW of x and row p of out. Rows past a block's last are masked, and so are
     columns unless the tiles divide the weight evenly (IS_EVEN). FORMAT is that of the weight:
     `plain`, `fp8` or `mxfp4`; the strides are those of `plain`, since quantized weights have no
-    gaps. In `fp8`, sorted rows have scales too, and others are quantized here; in `mxfp4`, rows are
-    words of 64 bits, and the weight is words of as many inputs. IS_GPU says whether there is PTX to
-    unpack MXFP4, and whether conversions to FP8 round. IS_WIDE says whether the rows are the first
-    factor in `fp8`. Bytes moved: each tile of weights once per block, each row once per tile.
+    gaps. In `fp8`, rows have scales too; in `mxfp4`, rows are words of 64 bits, and the weight is
+    words of as many inputs. HAS_PTX says whether weights in MXFP4 may be unpacked by PTX, and
+    IS_WIDE whether the rows are the first factor in `fp8`. Bytes moved: each tile of weights once
+    per block, each row once per tile.
     """
     num_tiles: tl.constexpr = (NUM_OUTPUTS + OUTPUT_TILE - 1) // OUTPUT_TILE
     group = tl.program_id(0) // (GROUP * num_tiles)
@@ -147,6 +147,7 @@ def _grouped_kernel(
         num_steps: tl.constexpr = NUM_INPUTS // 128
         weight = weight_ptr + expert * NUM_OUTPUTS * NUM_INPUTS + output[:, None] * NUM_INPUTS
         scales = weight_scales_ptr + expert * ((NUM_OUTPUTS + 127) // 128) * num_steps
+        rows = x_ptr + source[:, None] * x_stride + input_[None, :]
         if IS_WIDE:
             first = tile * OUTPUT_TILE
             second = first + 1
@@ -154,22 +155,14 @@ def _grouped_kernel(
                 first = first // 2
                 second = first + NUM_OUTPUTS // 2
             acc = sum_wide_fp8_blocks(
-                x_ptr + source[:, None] * x_stride + input_[None, :],
-                x_scales_ptr + source, x_scales_stride, weight + input_[None, :],
+                rows, x_scales_ptr + source, x_scales_stride, weight + input_[None, :],
                 scales + first // 128 * num_steps, scales + second // 128 * num_steps, is_row,
                 is_output, 0, num_steps, IS_EVEN,
             )  # fmt: skip
         else:
-            if x_scales_ptr is None:
-                x = x_ptr + (block // PAIRS_PER_ROW).to(tl.int64) * x_stride + input_[None, :]
-                x_scales = None
-            else:
-                x = x_ptr + source[:, None] * x_stride + input_[None, :]
-                x_scales = x_scales_ptr + source
             sums = sum_fp8_blocks(
-                x, x_scales, x_scales_stride, weight + input_[None, :],
+                rows, x_scales_ptr + source, x_scales_stride, weight + input_[None, :],
                 scales + output // 128 * num_steps, is_row, is_output, 0, num_steps, IS_EVEN,
-                IS_GPU,
             )  # fmt: skip
             acc = tl.trans(sums)
     else:
@@ -182,7 +175,7 @@ def _grouped_kernel(
             x_ptr + source[:, None] * x_stride + word[None, :],
             weight_ptr + first[:, None] * (NUM_INPUTS // WORD) + word[None, :],
             weight_scales_ptr + first[:, None] * (NUM_INPUTS // 32) + scale[None, :],
-            is_row, is_output, NUM_INPUTS, IS_EVEN, WORD, IS_GPU and dtype == tl.bfloat16, dtype,
+            is_row, is_output, NUM_INPUTS, IS_EVEN, WORD, HAS_PTX and dtype == tl.bfloat16, dtype,
         )  # fmt: skip
         acc = tl.trans(sums)
     if bias_ptr is not None:
@@ -319,13 +312,13 @@ def _multiply(
     _, num_outputs, num_inputs = weight.shape
     pairs, blocks = (None, ids) if order is None else order
     num_blocks = ids.numel() if order is None else len(order.blocks)
-    factors = _factors(x, weight, order is None)
+    factors = _factors(x, weight)
     strides = weight.stride() if isinstance(weight, Tensor) else (0, 0, 1)
     scales_stride = 0 if factors.x_scales is None else factors.x_scales.stride(1)
     _grouped_kernel[(num_blocks * triton.cdiv(num_outputs, outputs),)](
         *factors, bias, routing, out, pairs, blocks, num_blocks, factors.x.stride(0),
         scales_stride, *strides, gate.alpha, gate.limit, FORMAT=format_of(weight),
-        IS_GPU=has_fp8(x.device), GATE=gate.kind if is_gate else "none",
+        HAS_PTX=has_fp8(x.device), GATE=gate.kind if is_gate else "none",
         IS_INTERLEAVED=gate.is_interleaved, PAIRS_PER_ROW=len(out) // len(x),
         NUM_OUTPUTS=num_outputs, NUM_INPUTS=num_inputs,
         IS_EVEN=num_outputs % outputs == 0 and num_inputs % inputs == 0, GROUP=BLOCK_GROUP,
@@ -352,9 +345,7 @@ class _Factors(NamedTuple):
     weight_scales: Tensor | None
 
 
-def _factors(x: Tensor, weight: Weight, has_single_rows: bool) -> _Factors:
-    if isinstance(weight, Fp8Matrix) and has_single_rows:
-        return _Factors(x, None, *weight)  # the kernel quantises them
+def _factors(x: Tensor, weight: Weight) -> _Factors:
     if isinstance(weight, Fp8Matrix):
         return _Factors(*quantise_rows(x), *weight)
     if isinstance(weight, Mxfp4Matrix):

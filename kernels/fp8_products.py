@@ -15,12 +15,25 @@ from torch import Tensor
 
 from tieredkv.kernels.fp8 import Fp8Tiling
 from tieredkv.kernels.quantized import FP8_BLOCK, Fp8Matrix
-from tieredkv.kernels.quantized_tiles import quantise_tile, sum_fp8_blocks
+from tieredkv.kernels.quantized_tiles import sum_fp8_blocks
 
 QUANTISE_ROWS = 16
 """Rows of which one program quantises 128 columns, where there are so many."""
 
 SUM_TILE = 1024
+
+
+@triton.jit
+def _nearest_fp8(x):
+    """Round float32 to the nearest numbers of E4M3 of at most 448, to even ones in the middle."""
+    x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    subnormal = (tl.abs(x) + 16384.0) - 16384.0  # the last place of 2^14 is 2^-9
+    signed = (subnormal.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(
+        tl.float32, bitcast=True
+    )
+    return tl.where(tl.abs(x) < 0.015625, signed, normal)
 
 
 @triton.jit(do_not_specialize=["num_rows", "scales_stride"])
@@ -31,8 +44,9 @@ def _quantise_rows_kernel(
     """Quantise 128 columns of ROWS rows.
 
     Grid: (ceil(num_rows / ROWS), NUM_COLUMNS / 128); rows past the last one are masked. CAN_ROUND
-    as for `quantise_tile`. Bytes moved: 1 read and 1 write of the elements, and one scale for 128
-    of them.
+    says whether conversions to FP8 round to nearest and to at most 448, as those of GPUs do and
+    those of Triton's interpreter do not; a NaN stays one on a GPU. Bytes moved: 1 read and 1 write
+    of the elements, and one scale for 128 of them.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
@@ -40,27 +54,30 @@ def _quantise_rows_kernel(
     is_row = row < num_rows
     mask = is_row[:, None]
     source = x_ptr + row.to(tl.int64)[:, None] * x_stride + column[None, :]
-    values, scale = quantise_tile(tl.load(source, mask=mask, other=0.0), CAN_ROUND)
+    x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-10)
+    scale = tl.div_rn(largest, tl.full([ROWS], 448.0, tl.float32))
+    values = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    if not CAN_ROUND:
+        values = _nearest_fp8(values)
     target = values_ptr + row.to(tl.int64)[:, None] * NUM_COLUMNS + column[None, :]
-    tl.store(target, values, mask=mask)
+    tl.store(target, values.to(tl.float8e4nv), mask=mask)
     tl.store(scales_ptr + block.to(tl.int64) * scales_stride + row, scale, mask=is_row)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _multiply_kernel(
     x_ptr, x_scales_ptr, weight_ptr, weight_scales_ptr, bias_ptr, out_ptr, num_rows,
-    CAN_ROUND: tl.constexpr, HAS_RESIDUAL: tl.constexpr, NUM_OUTPUTS: tl.constexpr,
-    NUM_INPUTS: tl.constexpr, NUM_SPLITS: tl.constexpr, ROW_TILE: tl.constexpr,
-    OUTPUT_TILE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, NUM_OUTPUTS: tl.constexpr, NUM_INPUTS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, ROW_TILE: tl.constexpr, OUTPUT_TILE: tl.constexpr,
 ):  # fmt: skip
     """Multiply ROW_TILE rows by OUTPUT_TILE outputs over one split of the inputs.
 
     Grid: (ceil(num_rows / ROW_TILE) * ceil(NUM_OUTPUTS / OUTPUT_TILE), NUM_SPLITS), all rows of a
-    tile of outputs one after the other. Rows and outputs past the last ones are masked. Without
-    scales of x, its only row is quantized here; CAN_ROUND as for `quantise_tile`. With several
-    splits, `out_ptr` has their sums, [NUM_SPLITS, num_rows, NUM_OUTPUTS] float32; with one, it has
-    the result, to which the bias, and the former contents if HAS_RESIDUAL, are added. Bytes moved:
-    the weights once per tile of rows, and the rows once per tile of outputs.
+    tile of outputs one after the other. Rows and outputs past the last ones are masked. With
+    several splits, `out_ptr` has their sums, [NUM_SPLITS, num_rows, NUM_OUTPUTS] float32; with one,
+    it has the result, to which the bias, and the former contents if HAS_RESIDUAL, are added. Bytes
+    moved: the weights once per tile of rows, and the rows once per tile of outputs.
     """
     num_row_tiles = (num_rows + ROW_TILE - 1) // ROW_TILE
     row = (tl.program_id(0) % num_row_tiles) * ROW_TILE + tl.arange(0, ROW_TILE)
@@ -72,17 +89,12 @@ def _multiply_kernel(
     is_row = row < num_rows
     is_output = output < NUM_OUTPUTS
     input_ = tl.arange(0, 128)
-    if x_scales_ptr is None:
-        x, x_scales = x_ptr + input_[None, :], None
-    else:
-        x = x_ptr + row.to(tl.int64)[:, None] * NUM_INPUTS + input_[None, :]
-        x_scales = x_scales_ptr + row
     acc = sum_fp8_blocks(
-        x, x_scales, num_rows,
+        x_ptr + row.to(tl.int64)[:, None] * NUM_INPUTS + input_[None, :],
+        x_scales_ptr + row, num_rows,
         weight_ptr + output.to(tl.int64)[:, None] * NUM_INPUTS + input_[None, :],
         weight_scales_ptr + (output // 128) * num_blocks,
         is_row, is_output, first, end, NUM_OUTPUTS % OUTPUT_TILE == 0,
-        CAN_ROUND,
     )  # fmt: skip
     total = tl.trans(acc)
     target = row.to(tl.int64)[:, None] * NUM_OUTPUTS + output[None, :]
@@ -142,18 +154,18 @@ def quantise_rows(x: Tensor, row_step: int = 1) -> tuple[Tensor, Tensor]:
 
 def multiply(
     values: Tensor,
-    scales: Tensor | None,
+    scales: Tensor,
     weight: Fp8Matrix,
     bias: Tensor | None,
     out: Tensor,
     has_residual: bool,
     tiling: Fp8Tiling,
 ) -> None:
-    """Multiply rows by weights, into `out` or added to it.
+    """Multiply quantized rows by weights, into `out` or added to it.
 
     Args:
-        values: of `quantise_rows`, or one row that is not quantized, contiguous.
-        scales: of the same, or None for such a row.
+        values: of `quantise_rows`.
+        scales: of the same.
         weight: [num_outputs, num_inputs].
         bias: [num_outputs] or None.
         out: [num_rows, num_outputs], contiguous.
@@ -167,10 +179,10 @@ def multiply(
         parts = out.new_empty(splits, num_rows, num_outputs, dtype=torch.float32)
     num_tiles = triton.cdiv(num_outputs, tiling.num_outputs)
     _multiply_kernel[(triton.cdiv(num_rows, tiling.num_rows) * num_tiles, splits)](
-        values, scales, *weight, bias, parts, num_rows, CAN_ROUND=out.is_cuda,
-        HAS_RESIDUAL=has_residual, NUM_OUTPUTS=num_outputs, NUM_INPUTS=num_inputs,
-        NUM_SPLITS=splits, ROW_TILE=tiling.num_rows, OUTPUT_TILE=tiling.num_outputs,
-        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        values, scales, *weight, bias, parts, num_rows, HAS_RESIDUAL=has_residual,
+        NUM_OUTPUTS=num_outputs, NUM_INPUTS=num_inputs, NUM_SPLITS=splits,
+        ROW_TILE=tiling.num_rows, OUTPUT_TILE=tiling.num_outputs, num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
     )  # fmt: skip
     if splits > 1:
         _add_splits_kernel[(num_rows, triton.cdiv(num_outputs, SUM_TILE))](

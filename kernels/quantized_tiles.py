@@ -33,43 +33,9 @@ _UNPACK = tl.constexpr(tuple(_unpack(index) for index in range(4)))
 
 
 @triton.jit
-def _nearest_fp8(x):
-    """Round float32 to the nearest numbers of E4M3 of at most 448, to even ones in the middle."""
-    x = tl.minimum(tl.maximum(x, -448.0), 448.0)
-    bits = x.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    subnormal = (tl.abs(x) + 16384.0) - 16384.0  # the last place of 2^14 is 2^-9
-    signed = (subnormal.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(
-        tl.float32, bitcast=True
-    )
-    return tl.where(tl.abs(x) < 0.015625, signed, normal)
-
-
-@triton.jit
-def quantise_tile(x, CAN_ROUND: tl.constexpr):
-    """Quantise 128 columns of rows to FP8; see `fp8.quantise_rows`.
-
-    Args:
-        x: [rows, 128], a float dtype.
-        CAN_ROUND: whether conversions to FP8 round to nearest and to at most 448, as those of GPUs
-            do and those of Triton's interpreter do not; a NaN stays one on a GPU.
-
-    Returns:
-        Values in FP8, [rows, 128], and their scales, [rows] float32.
-    """
-    x = x.to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-10)
-    scale = tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
-    values = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
-    if not CAN_ROUND:
-        values = _nearest_fp8(values)
-    return values.to(tl.float8e4nv), scale
-
-
-@triton.jit
 def sum_fp8_blocks(
     x, x_scales, x_scales_stride, weight, weight_scales, is_row, is_output, first, end,
-    IS_EVEN: tl.constexpr, CAN_ROUND: tl.constexpr,
+    IS_EVEN: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows by outputs over the blocks of 128 inputs from `first` to `end`.
 
@@ -77,9 +43,8 @@ def sum_fp8_blocks(
     loaded one block ahead.
 
     Args:
-        x: pointers [rows, 128] to values of block 0, in FP8; or without x_scales [1, 128], to a
-            row in a float dtype, which is quantized here, and all rows are equal.
-        x_scales: pointers [rows] to the scales of block 0, or None.
+        x: pointers [rows, 128] to values of block 0, in FP8.
+        x_scales: pointers [rows] to the scales of block 0.
         x_scales_stride: from the scales of one block to those of the next.
         weight: pointers [outputs, 128] to values of block 0, in FP8.
         weight_scales: pointers [outputs] to the scales of block 0, which the next ones follow.
@@ -88,31 +53,21 @@ def sum_fp8_blocks(
         first: block.
         end: the block after the last one.
         IS_EVEN: whether all outputs are loaded.
-        CAN_ROUND: see `quantise_tile`.
 
     Returns:
         [outputs, rows] float32.
     """
-    NUM_ROWS: tl.constexpr = is_row.shape[0]
-    acc = tl.zeros([weight.shape[0], NUM_ROWS], tl.float32)
-    row_factor = tl.zeros([x.shape[0]], tl.float32)
-    if x_scales is not None:
-        row_factor = tl.load(x_scales + first * x_scales_stride, mask=is_row, other=0.0)
+    acc = tl.zeros([weight.shape[0], x.shape[0]], tl.float32)
+    row_factor = tl.load(x_scales + first * x_scales_stride, mask=is_row, other=0.0)
     output_factor = tl.load(weight_scales + first, mask=is_output, other=0.0)
     for block in range(first, end):
-        if x_scales is None:
-            row, row_factor = quantise_tile(tl.load(x + block * 128), CAN_ROUND)
-            rows = tl.broadcast_to(row, (NUM_ROWS, 128))
-        else:
-            rows = tl.load(x + block * 128, mask=is_row[:, None], other=0.0)
+        rows = tl.load(x + block * 128, mask=is_row[:, None], other=0.0)
         if IS_EVEN:
             values = tl.load(weight + block * 128)
         else:
             values = tl.load(weight + block * 128, mask=is_output[:, None], other=0.0)
         ahead = tl.minimum(block + 1, end - 1)
-        next_row_factor = row_factor
-        if x_scales is not None:
-            next_row_factor = tl.load(x_scales + ahead * x_scales_stride, mask=is_row, other=0.0)
+        next_row_factor = tl.load(x_scales + ahead * x_scales_stride, mask=is_row, other=0.0)
         next_output_factor = tl.load(weight_scales + ahead, mask=is_output, other=0.0)
         part = tl.dot(values, tl.trans(rows))
         acc += part * (output_factor[:, None] * row_factor[None, :])

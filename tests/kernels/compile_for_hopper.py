@@ -333,11 +333,9 @@ def compile_experts(
     """Compile both grouped products, with biases if the gate is clamped."""
     stride = {"output_stride" if is_transposed else "input_stride": 1}
     bias = {} if gate == "clamped" else {"bias_ptr": None}
-    scales = {} if weights == "fp8" and is_sorted else {"x_scales_ptr": None}
+    scales = {} if weights == "fp8" else {"x_scales_ptr": None}
     scales |= {"weight_scales_ptr": None} if weights == "plain" else {}
     pointers = {"plain": {}, "fp8": FP8_POINTERS, "mxfp4": MXFP4_POINTERS}[weights]
-    if weights == "fp8" and not is_sorted:
-        pointers = FP8_POINTERS | {"x_ptr": POINTERS[dtype]}
     for kind, tile, outputs, inputs in (
         (gate, tiling.gate_up, 2 * num_inner, hidden_size),
         ("none", tiling.down, hidden_size, num_inner),
@@ -352,7 +350,7 @@ def compile_experts(
             | ({} if kind == "none" else {"routing_ptr": None})
             | {
                 "FORMAT": weights,
-                "IS_GPU": weights != "plain",
+                "HAS_PTX": weights == "mxfp4",
                 "GATE": kind,
                 "IS_INTERLEAVED": gate == "clamped",
                 "PAIRS_PER_ROW": 1 if kind == "none" else 8,
@@ -382,9 +380,7 @@ def compile_fp8(num_outputs: int, num_inputs: int) -> None:
             fp8_products._multiply_kernel,
             dtype,
             ({} if splits == 1 else {"bias_ptr": None})
-            | ({"x_scales_ptr": None} if num_rows == 1 else {})
             | {
-                "CAN_ROUND": True,
                 "HAS_RESIDUAL": splits == 1,
                 "NUM_OUTPUTS": num_outputs,
                 "NUM_INPUTS": num_inputs,
@@ -392,9 +388,7 @@ def compile_fp8(num_outputs: int, num_inputs: int) -> None:
                 "ROW_TILE": rows,
                 "OUTPUT_TILE": outputs,
             },
-            FP8_POINTERS
-            | ({} if splits == 1 else {"out_ptr": "*fp32"})
-            | ({"x_ptr": POINTERS[dtype]} if num_rows == 1 else {}),
+            FP8_POINTERS | ({} if splits == 1 else {"out_ptr": "*fp32"}),
             num_warps=num_warps,
             num_stages=num_stages,
         )
@@ -511,9 +505,6 @@ def compile_first() -> None:
         compile_experts(torch.bfloat16, tiling, 512, 2048, "silu", weights="fp8")
     for tiling in MXFP4_TILINGS:
         compile_experts(torch.bfloat16, tiling, 2880, 2880, "clamped", weights="mxfp4")
-    compile_experts(
-        torch.bfloat16, FP8_TILINGS[0], 512, 2048, "silu", is_sorted=False, weights="fp8"
-    )
     compile_fp8(5120, 17408)
     compile_rotation(torch.bfloat16, 32, 4, 512, is_gemma=True)
     compile_rotation(torch.bfloat16, 8, 0, 256, is_gemma=True)

@@ -236,22 +236,6 @@ def test_splits_of_the_inputs_are_added_in_their_order(
             assert_close(layers.linear(x, weight), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_outputs", [64, 200])
-def test_a_single_row_is_quantized_in_the_product_with_the_same_bits(
-    device: str, choose: Choose, dtype: torch.dtype, num_outputs: int
-) -> None:
-    x, weight = torch.randn(1, 1024, device=device), draw_weight(num_outputs, 1024, device=device)
-    x = (x * torch.arange(1024, device=device)).to(dtype)
-    x[:, 128:256] = 0.0
-    two = x.new_empty(1, num_outputs)
-    with choose("triton"):
-        one = layers.linear(x, weight)
-        given = (*fp8.quantise_rows(x), weight, None, two, False, choose_tiling(1, *weight.shape))
-        triton_module("fp8_products").multiply(*given)
-    assert torch.equal(one, two)
-
-
 @pytest.mark.filterwarnings("ignore:All-NaN")
 def test_a_row_does_not_depend_on_the_others(device: str, choose: Choose) -> None:
     weight = draw_weight(64, 1024, device=device)

@@ -186,17 +186,6 @@ def test_rows_as_the_first_factor_agree_with_weights_as_the_first(
     torch.testing.assert_close(out, other, rtol=1e-6, atol=1e-6 * float(other.abs().max()))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2])
-def test_rows_that_are_not_sorted_have_the_same_bits(
-    device: str, choose: Choose, monkeypatch: pytest.MonkeyPatch, num_tokens: int
-) -> None:
-    case = draw("fp8", num_tokens, hidden_size=384, device=device)
-    with choose("triton"):
-        out = experts.compute_experts(**case)
-        monkeypatch.setattr(triton_module("expert_products"), "MAX_UNSORTED", 0)
-        assert torch.equal(experts.compute_experts(**case), out)
-
-
 @pytest.mark.parametrize("first", [1, 4])
 def test_rows_that_lie_apart_are_taken(device: str, choose: Choose, first: int) -> None:
     case = draw("mxfp4", 4, hidden_size=64, dtype=torch.float16, device=device)
