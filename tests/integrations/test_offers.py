@@ -91,3 +91,20 @@ def test_all_is_taken_at_once_where_the_engine_waits_for_it() -> None:
     offers.add(offer(2, 4 * PART_CHUNKS))
     assert len(rows_of(list(offers.take_all()))) == 5 * PART_CHUNKS
     assert not offers
+
+
+def test_what_is_put_back_comes_again_when_all_others_were_looked_at() -> None:
+    offers, first, second = Offers(), offer(1, 2), offer(2, 1)
+    before = REQUEST.num_offered
+    offers.add(first)
+    offers.add(second)
+    assert REQUEST.num_offered == before + 3
+    assert list(offers.end_step()) == []
+    seen = list[tuple[int, int]]()
+    for each, part in offers.end_step():
+        seen += rows_of([(each, part)])
+        if each is first and len(seen) == 2:
+            offers.put_back(each, part[:1])
+            assert offers.has_left(each)
+    assert seen == [(1, 0), (1, 1), (2, 0), (1, 0)]
+    assert REQUEST.num_offered == before and not offers

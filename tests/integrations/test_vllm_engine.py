@@ -226,7 +226,9 @@ def test_what_a_row_held_before_never_reaches_the_disk(
     held = b"".join(each.read_bytes() for each in setup.folder.rglob("*") if each.is_file())
     has_mark = MARK in held
     assert not has_mark
-    fills_rows = windows == (None,) or (windows == (17,) and blocks_per_chunk == 1)
+    # vLLM 0.26 does not tell windows, so that chunks of several blocks are refused there.
+    is_whole = blocks_per_chunk == 1
+    fills_rows = len(windows) == 1 and (is_whole or (windows == (None,) and not IS_OLDER))
     assert is_refused is not fills_rows
     if encryption == "off":
         chunk = Text(prompt, None).slots(23 * TOKENS, 24 * TOKENS, 0, 0).tobytes()
@@ -246,13 +248,15 @@ def test_without_the_hybrid_manager_windows_and_full_attention_are_one_group(
 
 
 def test_two_ranks_get_back_what_is_theirs(setup: Setup) -> None:
-    engine = setup.open(ranks=2, blocks_per_chunk=2, max_delay=2)
+    num_blocks = 1 if IS_OLDER else 2
+    engine = setup.open(ranks=2, blocks_per_chunk=num_blocks, max_delay=2)
     prompt = prompt_of("a", 9 * TOKENS + 3)
     engine.serve(prompt, "24h")
     setup.close(engine)
-    engine = setup.open(ranks=2, blocks_per_chunk=2, max_delay=2)
-    assert engine.serve(prompt, "24h").cached == 8 * TOKENS
-    assert [each.num_loaded for each in engine.devices] == [8, 8]
+    engine = setup.open(ranks=2, blocks_per_chunk=num_blocks, max_delay=2)
+    whole = 9 // num_blocks * num_blocks
+    assert engine.serve(prompt, "24h").cached == whole * TOKENS
+    assert [each.num_loaded for each in engine.devices] == [whole, whole]
     engine.check_at_rest()
 
 
@@ -539,7 +543,7 @@ def test_a_crowd_in_little_memory_gets_all_its_tokens_whatever_fails(
         num_blocks=400 if IS_OLDER else chance.choice([30, 45, 90]),
         num_rows=400 if IS_OLDER else chance.choice([8, 24, 60]),
         ranks=chance.choice([1, 2]),
-        blocks_per_chunk=chance.choice([1, 2]),
+        blocks_per_chunk=1 if IS_OLDER else chance.choice([1, 2]),
         max_delay=3,
         seed=seed,
         offload_prompt_only=IS_OLDER,

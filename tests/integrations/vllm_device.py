@@ -130,6 +130,14 @@ class Device(OffloadingWorker):  # type: ignore[misc]
         while any(job[0] in job_ids for job in self._jobs):
             self._end_first()
 
+    def forget(self) -> None:
+        """Have all memory of the device hold what nobody asked for."""
+        self.blocks[:] = 255
+
+    def shutdown(self) -> None:
+        """Give vLLM's memory back."""
+        self._chunks.clear()
+
     def _end_first(self) -> None:
         id, is_load, device, host = self._jobs.popleft()
         pairs = self._pairs(device, [*map(int, host.block_ids)])
@@ -163,6 +171,7 @@ class Device(OffloadingWorker):  # type: ignore[misc]
 class _Running:
     """What a worker knows of a request."""
 
+    id: str
     text: Text
     tables: list[list[int]]
 
@@ -234,7 +243,7 @@ class Worker:
             salt = (new.sampling_params.extra_args or {}).get("test_salt")
             tables = [[*table] for table in new.block_ids]
             text = Text(new.prompt_token_ids, salt)
-            self._running[new.req_id] = _Running(text, tables)
+            self._running[new.req_id] = _Running(new.req_id, text, tables)
             begins[new.req_id] = new.num_computed_tokens
         told = scheduled.scheduled_cached_reqs
         for id, blocks, begin in zip(
@@ -251,6 +260,7 @@ class Worker:
         spans = {
             id: (begin, begin + scheduled.num_scheduled_tokens[id]) for id, begin in begins.items()
         }
+        self._before(scheduled)
         # In a step all new tokens are written first: another request of it may share their blocks.
         for id, span in spans.items():
             self._write(self._running[id], *span)
@@ -265,6 +275,9 @@ class Worker:
                 sampled[-1].append(running.text.next_token(end))
                 running.text.append(sampled[-1][0])
         return [*begins], sampled
+
+    def _before(self, scheduled: Any) -> None:
+        """Do what the scheduler has the device do before it computes."""
 
     def _write(self, running: _Running, begin: int, end: int) -> None:
         assert begin < end <= len(running.text.tokens)

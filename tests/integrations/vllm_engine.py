@@ -45,6 +45,7 @@ from tests.integrations.vllm_device import (
     Worker,
     answer_to,
 )
+from tests.integrations.vllm_layers import LayeredWorker, connect, fill
 from tieredkv.integrations.vllm_plugin import register
 
 MAX_LENGTH = 4096
@@ -116,6 +117,8 @@ class VllmEngine:
         blocks_per_chunk: blocks of a chunk.
         windows: of each group how many tokens it attends to; None for all.
         is_async: whether a step is scheduled while the one before is executed.
+        layers: of the model, in memory that vLLM has planned; instead of `windows`.
+        connector: `kv_connector`, of vLLM or ours.
         has_events: whether vLLM publishes its KV cache events.
         max_delay: of how many steps a copy takes at most.
         seed: of how long copies take.
@@ -134,6 +137,8 @@ class VllmEngine:
         ranks: int = 1,
         blocks_per_chunk: int = 1,
         windows: Sequence[int | None] = (None,),
+        layers: Any = None,
+        connector: str = "OffloadingConnector",
         is_async: bool = False,
         has_events: bool = False,
         max_delay: int = 0,
@@ -144,7 +149,9 @@ class VllmEngine:
     ) -> None:
         self.id = f"test-{uuid.uuid4().hex}"
         self.random = random.Random(seed)
-        row_bytes = BLOCK_BYTES * ranks * blocks_per_chunk
+        block_bytes = BLOCK_BYTES if layers is None else BLOCK_BYTES * len(layers.specs())
+        row_bytes = block_bytes * ranks * blocks_per_chunk
+        self._connector, self._layers, self.block_bytes = connector, layers, block_bytes
         register()
         where = {} if IS_OLDER else {"module_path": "tieredkv.integrations.vllm"}
         tiers = [] if tier is None else [{"type": "TieredKVTier", **where, **tier}]
@@ -163,7 +170,10 @@ class VllmEngine:
             )
             for rank in range(ranks)
         ]
-        cache = _cache_config(num_blocks, windows)
+        if layers is None:
+            cache = _cache_config(num_blocks, windows)
+        else:
+            cache = layers.plan(configs[0], num_blocks)
         block_size, hash_size = kv_cache_utils.resolve_kv_cache_block_sizes(cache, configs[0])
         hash_of = get_hash_fn_by_name(configs[0].cache_config.prefix_caching_hash_algo)
         kv_cache_utils.init_none_hash(hash_of)
@@ -177,8 +187,8 @@ class VllmEngine:
             hash_block_size=hash_size,
             log_stats=True,
         )
-        connector: Any = self.scheduler.connector
-        self.manager = connector.connector_scheduler.manager
+        scheduling: Any = self.scheduler.connector
+        self.manager = scheduling.connector_scheduler.manager
         self.tier: Any = next(iter(self.manager.secondary_tiers), None)
         view = self.manager.primary_tier.get_kv_memoryview()
         self._view = np.frombuffer(view, np.uint8)
@@ -188,10 +198,18 @@ class VllmEngine:
         for rank, config in enumerate(configs):
             half: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
             delay = lambda: self.random.randint(0, max_delay)  # noqa: E731
+            halves.append(half)
+            if layers is not None:
+                self.devices.append(connect(half, cache, rank, delay))
+                continue
             self.devices.append(Device(rank, num_blocks, rows, blocks_per_chunk, delay))
             half.connector_worker.worker = self.devices[-1]
-            halves.append(half)
-        self.worker = Worker(halves, self.devices, windows)
+        if layers is None:
+            self.worker = Worker(halves, self.devices, windows)
+        else:
+            self.worker = LayeredWorker(halves, self.devices, cache)
+            self._shake_hands(scheduling, halves)
+        self.num_blocks = num_blocks
         self.events = list[Any]()
         if has_events:
             self.scheduler.kv_event_publisher.publish = lambda batch: self.events.extend(
@@ -222,7 +240,10 @@ class VllmEngine:
                 async_scheduling=is_async,
             ),
             kv_transfer_config=vllm_config.KVTransferConfig(
-                kv_connector="OffloadingConnector",
+                kv_connector=self._connector,
+                kv_connector_module_path="tieredkv.integrations.vllm_connector"
+                if self._connector == "TieredKVConnector"
+                else None,
                 kv_role="kv_both",
                 engine_id=self.id,
                 kv_connector_extra_config=extra,
@@ -237,7 +258,16 @@ class VllmEngine:
         )
         cache.num_gpu_blocks = num_blocks
         config.parallel_config.rank = rank
+        if self._layers is not None:
+            self._layers.prepare(config)
         return config
+
+    def _shake_hands(self, connector: Any, halves: list[Any]) -> None:
+        """Pass what workers tell the scheduler, as vLLM's engine core and workers do."""
+        told = [(rank, half.get_handshake_metadata()) for rank, half in enumerate(halves)]
+        content = {(0, rank): each for rank, each in told if each is not None}
+        if content:
+            connector.set_xfer_handshake_metadata_pp_aware(content)
 
     # --- what clients do -----------------------------------------------------------------------
 
@@ -338,7 +368,7 @@ class VllmEngine:
             assert asked.is_over and asked.answer == right[: len(asked.answer)]
             assert asked.is_aborted or asked.answer == right, f"{asked.id} is not complete"
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        assert free == len(self.devices[0].blocks) - 1, "blocks of the device are held"
+        assert free == self.num_blocks - 1, "blocks of the device are held"
         primary = self.manager.primary_tier
         held = [key for key, each in _chunks(primary._policy) if each.ref_cnt != 0]
         assert not held, f"{len(held)} rows are held"
@@ -364,21 +394,21 @@ class VllmEngine:
         """Have the device's prefix cache forget all."""
         assert self.scheduler.reset_prefix_cache()
         for device in self.devices:
-            device.blocks[:] = 255
+            device.forget()
 
     def forget(self) -> None:
         """Have the device and vLLM's memory forget all."""
         assert self.scheduler.reset_prefix_cache(reset_connector=True)
         self.settle()
         for device in self.devices:
-            device.blocks[:] = 255
-        self._view[:] = 255
+            device.forget()
+        fill(self._view)
 
     def close(self) -> None:
         """Stop, whatever is under way."""
         del self._view
         for device in self.devices:
-            del device._chunks
+            device.shutdown()
         self.scheduler.shutdown()
         assert not Path(f"/dev/shm/vllm_offload_{self.id}.mmap").exists()
 

@@ -17,16 +17,21 @@ import torch
 DEVIATION = 0.02
 """Of matrices, as `tieredkv.engine.drawn_weights.RANDOM_STD`."""
 
+LOG_DECAYS = -7.0, -3.0
+"""Range of the logarithms of decays, so that states remember, as there."""
+
 _numbers = itertools.count()  # tensors of different layers may have one name
 
 
 def draw(tensor: torch.Tensor, name: str) -> None:
-    """Fill a tensor of a model: matrices and sinks with Gaussians, norms with ones, in place."""
+    """Fill a tensor of a model in place: matrices and sinks with Gaussians, norms with ones."""
     seed = zlib.crc32(name.encode()) + next(_numbers)
     generator = torch.Generator(tensor.device).manual_seed(seed)
     with torch.no_grad():
         if name.endswith("sinks"):
             tensor.normal_(generator=generator)
+        elif name.endswith("A_log"):
+            tensor.uniform_(*LOG_DECAYS, generator=generator)
         elif tensor.ndim > 1:
             tensor.normal_(0.0, DEVIATION, generator=generator)
         else:

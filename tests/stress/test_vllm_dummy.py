@@ -53,6 +53,7 @@ def test_the_plugin_draws_what_is_not_quantized(monkeypatch: pytest.MonkeyPatch)
         "norm.weight": torch.zeros(8),
         "proj.bias": torch.ones(8),
         "sinks": torch.zeros(64),
+        "layer.A_log": torch.zeros(64),
         "packed": torch.zeros(8, 8, dtype=torch.uint8),
     }
     for name, tensor in tensors.items():
@@ -61,4 +62,6 @@ def test_the_plugin_draws_what_is_not_quantized(monkeypatch: pytest.MonkeyPatch)
     assert float(tensors["proj.weight"].std()) == pytest.approx(RANDOM_STD, rel=0.1)
     assert tensors["norm.weight"].tolist() == [1.0] * 8
     assert tensors["proj.bias"].tolist() == [0.0] * 8
+    low, high = drawn_weights.LOG_DECAYS
+    assert ((low <= tensors["layer.A_log"]) & (tensors["layer.A_log"] <= high)).all()
     assert float(tensors["sinks"].std()) == pytest.approx(1.0, rel=0.4)

@@ -73,3 +73,26 @@ def test_a_part_of_a_prompt_is_a_problem_also_by_choice(tmp_path: Path) -> None:
     measuring.note("disk", 64, part, part)
     [problem] = measuring.problems
     told(problem)
+
+
+def test_a_prompt_that_is_found_after_it_expired_is_a_problem(tmp_path: Path) -> None:
+    measuring = vllm_tiers.Measuring("tieredkv", tmp_path / "kv", 1, 0.5, has_faults=True)
+    found = vllm_tiers.Answer(5.0, ["t1"], [{"t1": -0.1}], cached_tokens=64, bytes_from_disk=64)
+    computed = found._replace(cached_tokens=0, bytes_from_disk=0)
+    for arm in ("kill", "expired"):
+        measuring.note(arm, 64, computed, computed)
+    measuring.note("killed", 64, found, computed)
+    assert not measuring.problems
+    measuring.note("expired", 64, found, computed)
+    measuring.note("killed", 64, computed, computed)
+    for problem in measuring.problems:
+        told(problem)
+
+
+def test_what_a_token_keeps_is_known_for_each_kind_of_layers() -> None:
+    heads = {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8}
+    windows = {"layer_types": ["full_attention", "sliding_attention"] * 2}
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    assert vllm_tiers.kv_bytes_of(heads) == 4 * 2 * 2 * 2 * 8
+    assert vllm_tiers.kv_bytes_of(heads | windows) == 2 * 2 * 2 * 2 * 8
+    assert vllm_tiers.kv_bytes_of(heads | latent) == 4 * 2 * 576

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -22,6 +23,7 @@ import click
 import httpx
 
 from tests import http
+from tests.stress.vllm_dummy import write_model, write_plugin
 from tieredkv.cli.bench_options import with_options
 from tieredkv.errors import TieredKVError
 from tieredkv.operate.ask import StoreControl
@@ -41,9 +43,7 @@ def make_model(name: str, folder: Path) -> None:
     A folder that has them already stays as it is.
     """
     import torch
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM
 
     from tieredkv.engine.checkpoint import drawn_config
 
@@ -51,15 +51,36 @@ def make_model(name: str, folder: Path) -> None:
         return
     config = drawn_config(name)
     assert config is not None, f"`{name}` names no shape"
-    words = Tokenizer(WordLevel({f"t{each}": each for each in range(config.vocab_size)}, "t0"))
-    made: Any = PreTrainedTokenizerFast
-    made(tokenizer_object=words, unk_token="t0", eos_token="t1").save_pretrained(folder)
+    write_tokenizer(folder, config.vocab_size)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model_class: Any = AutoModelForCausalLM
         model = model_class.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="4GB")
     (folder / "complete").touch()
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Write a tokenizer with one word for each token."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({f"t{each}": each for each in range(vocab_size)}, "t0"))
+    made: Any = PreTrainedTokenizerFast
+    made(tokenizer_object=words, unk_token="t0", eos_token="t1").save_pretrained(folder)
+
+
+def make_drawn(name: str, folder: Path) -> None:
+    """Write what vLLM needs to draw the weights of a shape itself; see `vllm_dummy`."""
+    shape = name.removeprefix("random:")
+    if not (folder / shape / "complete").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_model(folder / shape, shape)
+        config = json.loads((folder / shape / "config.json").read_text())
+        write_tokenizer(folder / shape, config["vocab_size"])
+        write_plugin(folder / "plugins")
+        (folder / shape / "complete").touch()
 
 
 class Server:
@@ -91,6 +112,14 @@ class Server:
                 return
             time.sleep(0.1)
         raise TieredKVError("vLLM has not emptied its prefix cache for a minute")
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of vLLM's memory."""
+        text = http.get(f"{self.url}/metrics", timeout=60).text
+        found = re.search(r'vllm:cache_config_info\{[^}]*[{,]block_size="(\d+)"', text)
+        assert found is not None, "vLLM does not tell its block size"
+        return int(found.group(1))
 
     def metrics(self) -> dict[str, float]:
         """Return the sums of the metrics of vLLM's memory and of its tiers, by name."""
@@ -172,6 +201,8 @@ class Setup(NamedTuple):
         disk_size: budget of tieredkv's tier.
         tier_options: further arguments of that.
         connector: further entries of `kv_connector_extra_config`.
+        kv_connector: ours or vLLM's, for our tier.
+        plugins: folder of vLLM's plug-in that draws weights, if they are drawn.
         flags: further ones of `vllm serve`.
         vllm: command that runs vLLM.
         port: on which servers listen.
@@ -184,6 +215,8 @@ class Setup(NamedTuple):
     disk_size: str
     tier_options: Row
     connector: Row
+    kv_connector: str
+    plugins: Path | None
     flags: str
     vllm: str
     port: int
@@ -208,6 +241,8 @@ class Setup(NamedTuple):
             return {"type": "fs", "root_dir": str(folder)}
         ours = {"type": "TieredKVTier", "module_path": "tieredkv.integrations.vllm"}
         ours |= {"default_retention": "24h", "disk_dir": str(folder), "disk_size": self.disk_size}
+        if self.plugins is not None:
+            ours["weights_id"] = "drawn"
         return ours | self.tier_options
 
     @contextlib.contextmanager
@@ -237,10 +272,18 @@ class Setup(NamedTuple):
             extra: Row = {"spec_name": "TieringOffloadingSpec"}
             extra |= {"cpu_bytes_to_use": self.memory_bytes, "offload_prompt_only": False}
             extra |= {**self.connector, "secondary_tiers": [] if tier is None else [tier]}
-            transfer: Row = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+            is_ours = tier is not None and tier["type"] == "TieredKVTier"
+            name = self.kv_connector if is_ours else "OffloadingConnector"
+            transfer: Row = {"kv_connector": name, "kv_role": "kv_both"}
+            if name == "TieredKVConnector":
+                transfer["kv_connector_module_path"] = "tieredkv.integrations.vllm_connector"
             transfer |= {"kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}
             words += ["--kv-transfer-config", json.dumps(transfer)]
         variables = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONHASHSEED": "0", **(environment or {})}
+        if self.plugins is not None:
+            words += ["--load-format", "dummy"]
+            places = [str(self.plugins), os.environ.get("PYTHONPATH", "")]
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, places))
         with self.log.open("ab") as output:
             process = subprocess.Popen(
                 words,
@@ -273,6 +316,15 @@ OPTIONS = (
         help="Folder of the checkpoint; if it has none, one of --shape is written.",
     ),
     click.option("--shape", default="random:llama-3.1-8b", show_default=True, help="Of the model."),
+    click.option(
+        "--drawn", is_flag=True, help="Have vLLM draw the weights: --model-dir gets none of them."
+    ),
+    click.option(
+        "--kv-connector",
+        type=click.Choice(["OffloadingConnector", "TieredKVConnector"]),
+        default="OffloadingConnector",
+        help="For our tier; models with several groups of layers need ours.",
+    ),
     click.option("--memory-size", default="24GiB", show_default=True, help="vLLM's memory."),
     click.option("--disk-size", default="40GiB", show_default=True, help="Budget of tieredkv."),
     click.option("--tier-options", default="{}", help="Further arguments of our tier, as JSON."),
@@ -293,19 +345,24 @@ def with_setup(command: Callable[..., None]) -> Callable[..., None]:
         folder: Path,
         model_dir: Path,
         shape: str,
+        drawn: bool,
         memory_size: str,
         tier_options: str,
         connector: str,
         **others: Any,
     ) -> None:
-        make_model(shape, model_dir)
-        known = {name: others.pop(name) for name in ("disk_size", "flags", "vllm", "port", "log")}
+        plugins = model_dir / "plugins" if drawn else None
+        (make_drawn if drawn else make_model)(shape, model_dir)
+        model_dir = model_dir / shape.removeprefix("random:") if drawn else model_dir
+        names = ("disk_size", "kv_connector", "flags", "vllm", "port", "log")
+        known = {name: others.pop(name) for name in names}
         setup = Setup(
             folder=folder,
             model_dir=model_dir,
             memory_bytes=parse_bytes(memory_size),
             tier_options=json.loads(tier_options),
             connector=json.loads(connector),
+            plugins=plugins,
             **known,
         )
         command(setup=setup, **others)

@@ -129,8 +129,9 @@ async def health(_: Request) -> Response:
 async def metrics(_: Request) -> Response:
     """Tell one figure for each of two labels."""
     name = "vllm:kv_offload_load_bytes"
+    cache = 'vllm:cache_config_info{a="1",block_size="16",b="2"} 1.0'
     return PlainTextResponse(
-        f'# HELP {name} x\n{name}{{a="1"}} 2.0\n{name}{{a="2"}} 3.0\nother 1\n'
+        f'# HELP {name} x\n{name}{{a="1"}} 2.0\n{name}{{a="2"}} 3.0\nother 1\n{cache}\n'
     )
 
 

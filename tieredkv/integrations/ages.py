@@ -31,3 +31,25 @@ class Ages:
     def forget(self, key: bytes) -> None:
         """Forget a chunk of which no copy is left, so that the next one is computed anew."""
         self._first.pop(key, None)
+
+
+class ChainAge:
+    """Since when the chunks of one prompt are there, from its begin without a gap."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, float] = {}  # by place
+        self._oldest: list[float] = []  # of the chunks up to each place
+
+    def note(self, place: int, moment: float) -> None:
+        """Note since when the chunk at a place is there."""
+        if self._known.get(place) == moment:
+            return
+        self._known[place] = moment
+        del self._oldest[place:]
+        while (end := len(self._oldest)) in self._known:
+            before = self._oldest[-1:]
+            self._oldest.append(min([*before, self._known[end]]))
+
+    def oldest(self, end: int) -> float | None:
+        """Return since when the oldest of the first `end` chunks is there; None if not known."""
+        return self._oldest[end - 1] if 0 < end <= len(self._oldest) else None

@@ -55,14 +55,30 @@ class Offers:
     clock: Callable[[], float] = time.monotonic
     _old: deque[Offer] = field(default_factory=deque)
     _new: list[Offer] = field(default_factory=list)  # of the step that is being scheduled
+    _back: dict[int, OfferedChunks] = field(default_factory=dict)
     _step_ended_at: float = 0.0
 
     def __bool__(self) -> bool:
-        return bool(self._old or self._new)
+        return bool(self._old or self._new or self._back)
 
     def add(self, offer: Offer) -> None:
         """Add an offer of the step that is being scheduled."""
+        offer.request.num_offered += len(offer.left)
         self._new.append(offer)
+
+    def put_back(self, offer: Offer, chunks: list[tuple[int, bytes]]) -> None:
+        """Have chunks of an offer that was yielded be looked at again when others have been."""
+        if chunks:
+            self._back.setdefault(offer.id, (offer, []))[1].extend(chunks)
+
+    def take_back(self) -> Iterator[OfferedChunks]:
+        """Yield what was put back by now."""
+        for id in [*self._back]:
+            yield self._back.pop(id)
+
+    def has_left(self, offer: Offer) -> bool:
+        """Return whether chunks of an offer are still to be looked at."""
+        return bool(offer.left) or offer.id in self._back
 
     def end_step(self) -> Iterator[OfferedChunks]:
         """Yield what is to be looked at now that a step has been scheduled, none of it its own."""
@@ -74,11 +90,12 @@ class Offers:
             offer, part = self._next()
             least -= len(part)
             yield offer, part
+        yield from self.take_back()
         self._merge()
         self._step_ended_at = self.clock()
 
     def take_all(self) -> Iterator[OfferedChunks]:
-        """Yield all that was offered."""
+        """Yield all that was offered, but what is put back."""
         self._merge()
         while self._old:
             yield self._next()
@@ -87,6 +104,7 @@ class Offers:
         """Take some chunks of the first offer; `left` is empty with the last ones of an offer."""
         offer = self._old[0]
         part = [offer.left.popleft() for _ in range(min(PART_CHUNKS, len(offer.left)))]
+        offer.request.num_offered -= len(part)
         if not offer.left:
             self._old.popleft()
         return offer, part

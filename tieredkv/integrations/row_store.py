@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from tieredkv.cache.link_rate import LinkRate
+from tieredkv.integrations.row_parts import Span
 from tieredkv.operate.calls import EvictFilter, decoded
 from tieredkv.retention import RetentionPolicies
 from tieredkv.tier import (
@@ -50,6 +51,7 @@ class Job:
     Attributes:
         id: the engine's number of the job.
         records: what is stored from each row, by the row's number.
+        gaps: bytes of rows that are no part of what they hold.
         is_load: whether rows are read from disk.
         began_at: when the job was begun, in seconds of the monotonic clock.
         open: rows that are not back yet.
@@ -67,6 +69,7 @@ class Job:
     records: dict[int, BlockRecord]
     is_load: bool
     purge: int
+    gaps: dict[int, Sequence[Span]] = field(default_factory=dict)
     is_whole: bool = True
     num_lookups: int = 0
     began_at: float = field(default_factory=time.monotonic)
@@ -249,18 +252,28 @@ class RowStore:
         self._client.load(lent)
         self._end_if_over(job)
 
-    def store(self, id: int, records: dict[int, BlockRecord], *, purge: int, is_last: bool) -> None:
+    def store(
+        self,
+        id: int,
+        records: dict[int, BlockRecord],
+        *,
+        gaps: Mapping[int, Sequence[Span]] | None = None,
+        purge: int,
+        is_last: bool,
+    ) -> None:
         """Write rows that hold blocks which are not stored yet; others are only claimed.
 
         Args:
             id: the engine's number of the job.
             records: what each row holds, the head of a chain first.
+            gaps: bytes of rows that are no part of that: they are zeroed before a row is written.
             purge: what `num_purges` was when the engine asked for it.
             is_last: whether no more rows of this job follow in another call.
         """
         assert self._client is not None
         job = self._jobs.setdefault(id, Job(id, {}, is_load=False, purge=purge))
         job.records |= records
+        job.gaps |= gaps or {}
         job.is_whole = is_last
         if records:
             self._note_wait()
@@ -397,6 +410,11 @@ class RowStore:
                 job.open.add(row)
             else:  # of another tenant
                 job.failed[row] = "busy"
+        for row in unknown:
+            page = self._arena.page(row) if row in job.gaps else memoryview(b"")
+            for begin, end in job.gaps.get(row, ()):
+                page[begin:end] = bytes(end - begin)
+            page.release()
         with self._heard:
             if job.purge == self.num_purges:
                 room = max(0, self._max_stored_rows - self._num_stored_rows)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from tieredkv.integrations.ages import ChainAge
 from tieredkv.integrations.heads import Asked
 from tieredkv.integrations.identity import Identity
 from tieredkv.integrations.restore_choice import Choice
@@ -25,6 +26,9 @@ class TierRequest:
         too_long: the group whose head is longer than the engine's memory, and the place at which it
             ends.
         missed_at: the place of the chunk that it was last told to compute, in the first group.
+        chain: since when its chunks of full attention are there.
+        num_offered: chunks that it has offered and nobody has looked at.
+        is_over: whether no more chunks of it will be offered.
     """
 
     id: str
@@ -39,6 +43,9 @@ class TierRequest:
     too_long: tuple[int, int] | None = None
     missed_at: int | None = None
     answers: dict[bytes, Times | None] = field(default_factory=dict)
+    chain: ChainAge = field(default_factory=ChainAge)
+    num_offered: int = 0
+    is_over: bool = False
     _hashes: dict[bytes, bytes] = field(default_factory=dict)  # by key
     _by_place: dict[tuple[bytes, int], bytes] = field(default_factory=dict)
     _computes_from: dict[bytes, int] = field(default_factory=dict)  # by group

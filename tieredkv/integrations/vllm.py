@@ -28,7 +28,7 @@ import inspect
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 try:
@@ -63,22 +63,19 @@ from tieredkv.hashing import namespace_digest
 from tieredkv.integrations import restore_chooser, vllm_settings
 from tieredkv.integrations.ages import Ages
 from tieredkv.integrations.announced import Announced
+from tieredkv.integrations.chunk_rows import ChunkRows, group_of
 from tieredkv.integrations.heads import Head
 from tieredkv.integrations.identity import Identity, known_weights
+from tieredkv.integrations.lives import Lives
 from tieredkv.integrations.offers import Offer, OfferedChunks, Offers
 from tieredkv.integrations.prefill_meter import PrefillMeter
 from tieredkv.integrations.restore_choice import ANY_LENGTH
+from tieredkv.integrations.row_parts import Parts, Span, told_specs
 from tieredkv.integrations.row_store import Job, RowStore
 from tieredkv.integrations.shared_rows import open_rows
 from tieredkv.integrations.tier_request import TierRequest
 from tieredkv.integrations.vllm_logging import join_log
-from tieredkv.integrations.vllm_spec import (
-    check_rows,
-    facts_of,
-    folder_of,
-    group_spans,
-    group_windows,
-)
+from tieredkv.integrations.vllm_spec import check_rows, facts_of, folder_of
 from tieredkv.integrations.vllm_stats import METRICS, ConnectorStats, gather
 from tieredkv.storage.client.client import StoreClient
 from tieredkv.tier import Lent
@@ -135,17 +132,18 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         self._num_rows = num_rows
         try:
             told = offloading_spec.config
-            check_rows(told, vllm_version)
+            specs = told_specs()
+            check_rows(told, vllm_version, tells_parts=specs is not None)
             weights = known_weights(
                 told.model.name,
                 config.get("weights"),
                 config.get("weights_id"),
                 settings.fingerprint,
             )
-            facts = facts_of(told, version=vllm_version, weights=weights, row_bytes=self._row_bytes)
-            self._spans, self._windows = group_spans(told), group_windows(told)
-            full = [group for group, window in self._windows.items() if window is None]
-            self._first_group = next(iter(full or self._spans))
+            facts = facts_of(
+                told, version=vllm_version, weights=weights, row_bytes=self._row_bytes, specs=specs
+            )
+            self._chunks = ChunkRows(told, self._row_bytes, tells_positions=self._tells_positions)
             folder = folder_of(settings.disk_dir, told.parallel)
         except AttributeError as problem:
             tried = " and ".join(vllm_settings.TRIED)
@@ -156,6 +154,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         self._policies = settings.retention_policies()
         self._clock = Clock(settings.clock_offset_file)
         self._ages = Ages(max(1 << 16, 4 * num_rows))
+        self._lives = Lives(self._ages, self._policies, self._chunks.spans, self._chunks.windows)
         self._requests: dict[str, TierRequest] = {}
         self._keys: dict[int, tuple[TierRequest, dict[int, bytes]]] = {}  # by job: keys by row
         self._asking: dict[bytes, list[TierRequest]] = {}
@@ -189,7 +188,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         except BaseException:
             arena.close()
             raise
-        span = self._spans[self._first_group]
+        span = self._chunks.spans[self._chunks.first_group]
         meter = PrefillMeter(ComputeRate(chunk=ANY_LENGTH), span)
         self._chooser = restore_chooser.RestoreChooser(
             settings.restore, self._rows, given_times, meter, span, self._row_bytes
@@ -206,6 +205,10 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         size = format_bytes(self._row_bytes)
         logger.info(text, vllm_version, options.path, num_rows, size, weights[:12])
 
+    def set_parts(self, told: Sequence[Parts]) -> None:
+        """Take which bytes of a row each rank writes; see `ChunkRows.tell`."""
+        self._chunks.tell(told)
+
     # --- requests ------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: Any) -> Any:
@@ -220,8 +223,9 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         return _RequestContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Forget a request."""
-        self._requests.pop(req_context.req_id, None)
+        """Forget a request, of which no more chunks will be offered."""
+        if (request := self._requests.pop(req_context.req_id, None)) is not None:
+            request.is_over = True
         self._chooser.forget(req_context.req_id)
         self._chooser.meter.forget(req_context.req_id)
 
@@ -266,9 +270,9 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         if block_hash not in request.answers:
             if block_hash not in request.asked:
                 request.asked.add(block_hash)
-                place = self._position(key, req_context)
+                place = self._chunks.position(key, req_context)
                 request.note_place(key, place)
-                request.shown.note(_group(key), place, key, block_hash)
+                request.shown.note(group_of(key), place, key, block_hash)
                 self._asking.setdefault(block_hash, []).append(request)
                 self._rows.ask(block_hash)
             return _Verdict.RETRY
@@ -279,7 +283,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         elif self._should_load(request, key, block_hash):
             self._announce(request, {block_hash: key})
             return _Verdict.HIT
-        if _group(key) == self._first_group:
+        if group_of(key) == self._chunks.first_group:
             request.missed_at = request.shown.place(block_hash)
         return _Verdict.MISS
 
@@ -294,12 +298,12 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         What is computed by choice keeps the age of the copy on disk, which stays. It is not found
         to be missing; what follows it is.
         """
-        group, place = _group(key), request.shown.place(block_hash)
+        group, place = group_of(key), request.shown.place(block_hash)
         assert place is not None, "it was asked for"
         if request.choice is None:
             has = functools.partial(self._has, request)
-            head = request.shown.head(group, place, has, self._windows, self._num_rows)
-            span, num = self._spans[group], len(head.chunks) + head.num_others
+            head = request.shown.head(group, place, has, self._chunks.windows, self._num_rows)
+            span, num = self._chunks.spans[group], len(head.chunks) + head.num_others
             num_tokens = span * max(head.end, request.shown.end(group))
             request.choice = self._chooser.choose(
                 request.id, span * head.begin, span * head.end, num_tokens, [*head.chunks], num
@@ -322,7 +326,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
             if (times := request.answers[block_hash]) is not None:
                 self._ages.note(key, times.computed_at)
         if self._tells_positions:
-            for group, span in self._spans.items():
+            for group, span in self._chunks.spans.items():
                 request.note_computes_from(group.to_bytes(4, "big"), -(-end // span))
 
     def on_schedule_end(self, context: Any) -> None:
@@ -338,7 +342,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
             self._chooser.note_scheduled(id)
             request = self._requests.get(id)
             if request is not None and request.missed_at is not None:
-                span, end = meter.chunk_tokens, request.shown.end(self._first_group)
+                span, end = meter.chunk_tokens, request.shown.end(self._chunks.first_group)
                 meter.begin(id, span * request.missed_at, span * end)
         self._store(self._offers.end_step())
         self._rows.flush()
@@ -363,7 +367,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         vLLM loads the head of a prompt only, up to the first chunk that is missing.
         """
         self._ages.forget(key)
-        if (position := self._position(key, req_context)) is not None:
+        if (position := self._chunks.position(key, req_context)) is not None:
             request.note_computes_from(key[-4:], position)
 
     # --- jobs ----------------------------------------------------------------------------------
@@ -401,18 +405,34 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         context = job_metadata.req_context
         self._offers.add(Offer(job_metadata.job_id, request, context, left, now, purge))
 
-    def _store(self, parts: Iterable[OfferedChunks]) -> None:
-        """Begin to write chunks that were offered."""
+    def _store(self, parts: Iterable[OfferedChunks], *, may_wait: bool = True) -> None:
+        """Begin to write chunks that were offered, but those that wait for others."""
         for offer, part in parts:
-            records = {row: it for row, key in part if (it := self._record(offer, key)) is not None}
-            self._rows.store(offer.id, records, purge=offer.purge, is_last=not offer.left)
+            request = offer.request
+            records, gaps, waiting = dict[int, BlockRecord](), dict[int, Sequence[Span]](), []
+            may_wait_here = may_wait and (not request.is_over or request.num_offered > 0)
+            for row, key in part:
+                position = self._chunks.position(key, offer.context)
+                if may_wait_here and self._lives.is_early(request, key, position):
+                    waiting.append((row, key))
+                elif (record := self._record(offer, key, position)) is not None:
+                    records[row], gaps[row] = record, self._chunks.gaps(key) or ()
+            self._offers.put_back(offer, waiting)
+            last = not self._offers.has_left(offer)
+            self._rows.store(offer.id, records, gaps=gaps, purge=offer.purge, is_last=last)
 
-    def _record(self, offer: Offer, key: bytes) -> BlockRecord | None:
+    def _store_all(self) -> None:
+        """Begin to write all chunks that were offered."""
+        self._store(self._offers.take_all())
+        self._store(self._offers.take_back(), may_wait=False)
+
+    def _record(self, offer: Offer, key: bytes, position: int | None) -> BlockRecord | None:
         """Return what is written of a chunk, or None if the request did not ask for the disk."""
         request, now = offer.request, offer.at
-        position = self._position(key, offer.context)
+        if self._chunks.gaps(key) is None:
+            return None
         request.note_place(key, position)
-        computed_at, deadline = self._life(request, key, position, now)
+        computed_at, deadline = self._lives.of(request, key, position, now)
         if deadline is None or now >= deadline:
             return None
         return BlockRecord(
@@ -440,13 +460,13 @@ class TieredKVTier(_Base):  # type: ignore[misc]
 
     def drain_jobs(self) -> None:
         """Wait until no row is used any more; `get_finished_jobs()` then returns all jobs."""
-        self._store(self._offers.take_all())
+        self._store_all()
         self._take(self._rows.drain())
 
     def shutdown(self) -> None:
         """Write what is still to be written, let the worker end and give the rows back."""
         self._rates.close()
-        self._store(self._offers.take_all())
+        self._store_all()
         self._rows.close(self._settings.drain_timeout)
 
     def _begin(self, job: Any) -> tuple[TierRequest, dict[int, bytes]]:
@@ -460,7 +480,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         """Note which of the chunks that a request was told to compute are there now."""
         if request.missed_at is None:
             return
-        firsts = (key for key in keys if _group(key) == self._first_group)
+        firsts = (key for key in keys if group_of(key) == self._chunks.first_group)
         hashes = (request.hash(key) for key in firsts)
         places = [it for each in hashes if (it := request.shown.place(each)) is not None]
         if places:
@@ -563,38 +583,3 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         self._told_at = time.monotonic()
         gather(self._stats, self._rows, self._chooser)
         return self._stats.tell(_Stats())
-
-    # --- what a chunk is -----------------------------------------------------------------------
-
-    def _position(self, key: bytes, req_context: Any) -> int | None:
-        """Return the place of a chunk in its chain; None where vLLM does not tell it, as in 0.26.
-
-        Such a chunk is stored as a chain of its own.
-        """
-        if not self._tells_positions:
-            return None
-        end = req_context.get_offload_key_position(key)
-        span = self._spans.get(_group(key))
-        return None if end is None or span is None else max(0, -(-end // span) - 1)
-
-    def _life(
-        self, request: TierRequest, key: bytes, position: int | None, now: float
-    ) -> tuple[float, float | None]:
-        """Return since when a chunk that is offered is there, and until when the disk may keep it.
-
-        Its first offer counts, whoever offers it again. Only if the request has computed the chunk
-        itself after its copies had expired does a new life begin. The deadline is None where the
-        request's retention does not allow the disk.
-        """
-        first = self._ages.note(key, now)
-        deadline = self._policies.disk_deadline((request.retention,), first, now)
-        if deadline is not None and now >= deadline and request.has_computed(key, position):
-            self._ages.forget(key)
-            first = self._ages.note(key, now)
-            deadline = self._policies.disk_deadline((request.retention,), first, now)
-        return first, deadline
-
-
-def _group(key: bytes) -> int:
-    """Return the number of the group that a key names."""
-    return int.from_bytes(key[-4:], "big")
