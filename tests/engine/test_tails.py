@@ -716,6 +716,7 @@ def test_the_report_on_a_prompt_says_where_a_request_could_go_on(
         told = run_json("inspect", str(store), "--prompt-file", str(asked), "--model", str(folder))
         assert told["prompt_tokens"] == length
         assert (told["by_tier"]["disk"], told["reason"]) == found
+        assert (told["anchor_pages"]["disk"] > 0) == (found[0] > 0)
     with open_llm(folder, disk_dir=str(store), restore="load") as llm:
         for length, found in expected.items():
             _, usage = generate(llm, list(prompt[:length]), n=1)

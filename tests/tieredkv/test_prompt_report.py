@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import msgspec
+
 from tieredkv.cache.plan import LinkState, Planner, outlook
 from tieredkv.cache.prompt_report import PromptReport, Source, report
 from tieredkv.cache.step_times import PromptTimes, StepTimes
@@ -59,6 +61,28 @@ def test_the_predictions_are_the_planners() -> None:
     assert times["device"] == 40.0
     assert times["disk"] == times["planned"] and times["disk"] is not None
     assert 40.0 < times["disk"] < 1000.0
+
+
+def test_pages_that_a_hit_needs_are_counted_and_loaded_before_its_blocks() -> None:
+    asked = list[int]()
+
+    def pages_at(end: int) -> Sequence[Source]:
+        asked.append(end)
+        return [HOST] * 3 + [DISK] * 2
+
+    sources = [DISK] * 60
+    found = whole(report(1000, SIZE, sources, missed, planner, [20, 60], "no_anchor", pages_at))
+    assert asked == [60]
+    assert found.anchor_pages == {DEVICE: 0, HOST: 3, DISK: 2}
+    plain, times = told(1000, sources), found.predicted_ttft_ms
+    assert plain.anchor_pages is msgspec.UNSET
+    for name in ("compute", "device"):
+        assert times[name] == plain.predicted_ttft_ms[name]
+    for name, num_pages, bytes_per_s in (("host", 5, 1e6), ("disk", 5, 1e5)):
+        later = (times[name] or 0.0) - (plain.predicted_ttft_ms[name] or 0.0)
+        assert 0.0 < later <= 1e3 * num_pages * BYTES / bytes_per_s + 1e-6
+    nothing = whole(report(1000, SIZE, sources, missed, planner, [], "no_anchor", pages_at))
+    assert nothing.anchor_pages == dict.fromkeys(Tier, 0)
 
 
 def test_what_is_not_known_is_not_predicted() -> None:

@@ -273,12 +273,15 @@ class Operations:
         def planner() -> Planner:
             return self._promoter.planner(0.0, time.monotonic())
 
-        ends, behind = chain.read_ends, "behind_lookback"
-        if chain.tail is not None:
-            behind = "no_anchor"
-            ends = yield from chain.tail.ends(usable)
         told = num_tokens, tiers.block_size, sources, why_missed, planner
-        return (yield from report(*told, ends, behind))
+        if (tail := chain.tail) is None:
+            return (yield from report(*told, chain.read_ends))
+
+        def pages_at(end: int) -> list[Source]:
+            return [usable(tail.hashes[index]) for index in tail.needed(end)]
+
+        ends = yield from tail.ends(usable)
+        return (yield from report(*told, ends, "no_anchor", pages_at))
 
     def vram_blocks(self, hashes: Sequence[BlockHash]) -> dict[BlockHash, int]:
         """Return the ids of the blocks that lie in VRAM with all their layers."""

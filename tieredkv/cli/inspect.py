@@ -162,6 +162,9 @@ def _described(found: dict[str, Any]) -> Iterator[str]:
     yield f"{found['prompt_tokens']} tokens, cached {sum(by_tier.values())}: {parts or 'none'}"
     if found["reason"] is not None:
         yield f"diverges at token {found['diverges_at']}: {found['reason']}"
+    if any(pages := found.get("anchor_pages", {}).values()):
+        parts = ", ".join(f"{num} from {it}" for it, num in found["anchor_pages"].items() if num)
+        yield f"pages of windows or a state that it goes on from: {sum(pages)}: {parts}"
     times = found["predicted_ttft_ms"]
     told = [f"{name} {ms:,.0f} ms" for name, ms in times.items() if ms is not None]
     yield f"expected time to first token: {', '.join(told) or 'not known'}"

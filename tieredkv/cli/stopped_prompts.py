@@ -1,7 +1,7 @@
 """Tells what a stopped store has of a prompt: tokenized here, looked up by its blocks' names."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,19 +71,20 @@ def inspect(
         kinds = [] if index else [others[block_hash] for block_hash in elsewhere]
         return next(iter(kinds), "not_stored")
 
-    ends, behind = prefix.read_ends, "behind_lookback"
-    if prefix.tail is not None:
-        behind = "no_anchor"
-        ends = whole(prefix.tail.ends(stored.__contains__))
-    reporting = report(
-        len(request.prompt_token_ids),
-        spec.block_size,
-        [Tier.DISK if block_hash in stored else None for block_hash in prefix.hashes],
-        why_missed,
-        _planners(settings, found, spec, fingerprint),
-        ends,
-        behind,
-    )
+    def sources(hashes: Iterable[BlockHash]) -> list[Tier | None]:
+        return [Tier.DISK if block_hash in stored else None for block_hash in hashes]
+
+    planners = _planners(settings, found, spec, fingerprint)
+    told = len(request.prompt_token_ids), spec.block_size, sources(prefix.hashes)
+    if (tail := prefix.tail) is None:
+        reporting = report(*told, why_missed, planners, prefix.read_ends)
+    else:
+        ends = whole(tail.ends(stored.__contains__))
+
+        def pages_at(end: int) -> list[Tier | None]:
+            return sources(tail.hashes[index] for index in tail.needed(end))
+
+        reporting = report(*told, why_missed, planners, ends, "no_anchor", pages_at)
     return {**msgspec.to_builtins(whole(reporting)), "needs": needs}
 
 
