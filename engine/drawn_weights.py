@@ -68,9 +68,21 @@ def make_quantized_model(
     model.to_empty(device=device)
     model.tie_weights()
     for module in model.modules():
-        if next(module.buffers(recurse=False), None) is not None:
-            model._init_weights(module)  # computes what no checkpoint has, such as a rope's angles
+        if hasattr(module, "config"):
+            _compute_buffers(module, device)
+        elif next(module.buffers(recurse=False), None) is not None:
+            model._init_weights(module)
     return model
+
+
+def _compute_buffers(module: Any, device: torch.device) -> None:
+    """Give a module's buffers their values, such as a rope's angles, which no checkpoint has."""
+    if not (buffers := dict(module.named_buffers(recurse=False))):
+        return
+    with torch.device(device):
+        made = dict(type(module)(module.config).named_buffers(recurse=False))
+    for name, buffer in buffers.items():
+        buffer.copy_(made[name])
 
 
 @torch.no_grad()
