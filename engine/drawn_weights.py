@@ -17,6 +17,7 @@ from tieredkv.engine.quantized_modules import (
     Method,
     choose_drawn,
     keep_quantized,
+    other_parameters,
     quantized_parameters,
 )
 
@@ -93,11 +94,7 @@ def draw_weights(model: PreTrainedModel) -> None:
     and decays of recurrent states so that they remember.
     """
     generator = torch.Generator(model.device).manual_seed(RANDOM_SEED)
-    quantized = [*quantized_parameters(model)]
-    others = {id(tensor) for pair in quantized for tensor in pair}
-    for name, parameter in model.named_parameters():
-        if id(parameter) in others:
-            continue
+    for name, parameter in other_parameters(model):
         if name.endswith("sinks"):
             parameter.normal_(generator=generator)
         elif name.endswith("A_log"):
@@ -106,7 +103,7 @@ def draw_weights(model: PreTrainedModel) -> None:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             parameter.normal_(0.0, RANDOM_STD, generator=generator)
-    for values, scales in quantized:
+    for values, scales in quantized_parameters(model):
         _draw_quantized(values, scales, generator)
 
 

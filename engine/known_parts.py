@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tieredkv.engine.quantized_modules import keep_quantized, quantized_parameters, quantized_paths
+from tieredkv.engine.quantized_modules import keep_quantized, other_parameters, quantized_paths
 
 MAX_TABLE_BYTES = 1 << 30
 """The most that the tables of a model's ropes may take."""
@@ -26,8 +26,7 @@ def find_unknown_part(model: PreTrainedModel, config: PreTrainedConfig) -> str |
     for path in [*found, *plain]:
         if found.get(path) != plain.get(path):
             return f"`{path}` is a `{found.get(path)}`, not a `{plain.get(path)}`"
-    quantized = {id(tensor) for pair in quantized_parameters(model) for tensor in pair}
-    others = [parameter for parameter in model.parameters() if id(parameter) not in quantized]
+    others = (parameter for _, parameter in other_parameters(model))
     if len({(parameter.dtype, parameter.device) for parameter in others}) > 1:
         return "its parameters are of several dtypes or on several devices"
     return None

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from tieredkv.engine.checkpoint import refused
+from tieredkv.kernels.quantized import FP8_BLOCK, MXFP4_GROUP, Mxfp4Matrix
 
 CONFIG_FIELDS = ("quantization_config", "compression_config")
 """Fields of a config.json that say how its weights are quantized."""
@@ -39,17 +40,13 @@ _UNUSED_SCALES = (
     *(".activation_scale", ".input_scale", ".k_scale", ".v_scale"),
     *("experts.gate_up_proj_activation_scale", "experts.down_proj_activation_scale"),
 )
-_DEFAULT_BLOCK = (128, 128)
+_DEFAULT_BLOCK = (FP8_BLOCK, FP8_BLOCK)
 _PIECE_ROWS = 256
 
 _FP8_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 """The number that each byte means. A look-up is faster than torch's conversion on a CPU."""
 
-_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of the low three bits of an E2M1 number; the fourth one is the sign."""
-
-_FP4_GROUP_BYTES = 16
-_E8M0_BIAS = 127
+_FP4_GROUP_BYTES = MXFP4_GROUP // 2
 
 Block = tuple[int, int] | Literal["any"] | None
 
@@ -267,8 +264,8 @@ class Fp8Weight:
                 stored = self._weight[where].reshape(end - start, columns)
                 factors = scales[place][start // high : (end - 1) // high + 1]
                 factors = factors.repeat_interleave(wide, dim=1)[:, :columns]
-                piece = _looked_up(_FP8_VALUES, stored.view(torch.uint8))
-                result[(*place, slice(start, end))] = piece * factors
+                numbers = _FP8_VALUES.index_select(0, stored.view(torch.uint8).flatten().int())
+                result[(*place, slice(start, end))] = numbers.view(stored.shape) * factors
         return result
 
     def _grid(self) -> tuple[int, ...]:
@@ -358,19 +355,9 @@ class Mxfp4Weight:
     def __getitem__(self, index: Any) -> Tensor:
         """Read and dequantise the weights; besides the result only one expert is in memory."""
         assert index is Ellipsis, index
-        values = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)])
-        low, high = torch.arange(256) & 15, torch.arange(256) >> 4
-        pairs = torch.stack([values[low], values[high]], dim=1)
         result = torch.empty(self.get_shape(), dtype=self._dtype)
         for expert in range(len(result)):
             one = slice(expert, expert + 1)
-            exponents = self._scales[one][0].int() - _E8M0_BIAS
-            numbers = _looked_up(pairs, self._blocks[one][0]).flatten(2)  # [outputs, groups, 32]
-            result[expert] = torch.ldexp(numbers, exponents[..., None]).flatten(1).T
+            matrix = Mxfp4Matrix(self._blocks[one][0].flatten(1), self._scales[one][0])
+            result[expert] = matrix.dequantised(self._dtype).T
         return result
-
-
-def _looked_up(table: Tensor, stored: Tensor) -> Tensor:
-    """Return the row of a table that each byte names; [*stored.shape, *table.shape[1:]]."""
-    rows = table.index_select(0, stored.flatten().int())
-    return rows.view(*stored.shape, *table.shape[1:])

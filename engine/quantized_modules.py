@@ -5,6 +5,7 @@ are none, by its config. All other quantized weights are dequantised when they a
 knows parameters, not devices or requests.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Literal
@@ -29,6 +30,9 @@ _MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("in_proj_q
 _READ_AS_NUMBERS = ("lm_head", "kv_b_proj")
 """Linear layers whose weights are used otherwise than in a product of their own."""
 
+_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32}
+"""Of weights in FP8 and of their scales, by safetensors' names."""
+
 _EXPERTS = ("gate_up_proj", "down_proj")
 _STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """The weights of an expert, as checkpoints name them, by the name of those of all experts."""
@@ -47,14 +51,8 @@ class QuantizedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Multiply rows, [..., inputs], which are quantized too."""
         rows = input.reshape(-1, input.shape[-1])
-        return layers.linear(rows, matrix_of(self), self.bias).view(*input.shape[:-1], -1)
-
-
-def matrix_of(linear: nn.Linear) -> Tensor | Fp8Matrix:
-    """Return the weight of a linear layer as `layers.linear` takes it."""
-    if isinstance(linear, QuantizedLinear):
-        return Fp8Matrix(linear.weight.data, linear.scales.data)
-    return linear.weight.data
+        matrix = Fp8Matrix(self.weight.data, self.scales.data)
+        return layers.linear(rows, matrix, self.bias).view(*input.shape[:-1], -1)
 
 
 def method_for(
@@ -81,20 +79,19 @@ def find_stored(model: PreTrainedModel, tensors: Tensors, method: Method) -> lis
         method: of the weights that may stay.
     """
 
-    def fits_linear(path: str, _: nn.Linear) -> bool:
-        weight = tensors.get(f"{path}.weight")
+    def fits(weight: Any) -> bool:
+        if method == "mxfp4":
+            return isinstance(weight, Mxfp4Weight)
         return isinstance(weight, Fp8Weight) and _is_whole(weight)
 
-    def fits_experts(path: str, module: Any) -> bool:
-        found = [_experts_weights(path, name, module, tensors) for name in _EXPERTS]
-        if method == "mxfp4":
-            return all(
-                isinstance(weight, Mxfp4Weight) for [*weights] in found for weight in weights
-            )
-        weights = [weight for each in found for weight in each]
-        return all(isinstance(weight, Fp8Weight) and _is_whole(weight) for weight in weights)
+    def fits_linear(path: str, _: nn.Linear) -> bool:
+        return fits(tensors.get(f"{path}.weight"))
 
-    return [*_fitting(model, fits_linear if method == "fp8" else None, fits_experts)]
+    def fits_experts(path: str, module: Any) -> bool:
+        found = (_experts_weights(path, name, module, tensors) for name in _EXPERTS)
+        return all(map(fits, itertools.chain(*found)))
+
+    return [*_fitting(model, method, fits_linear, fits_experts)]
 
 
 def choose_drawn(model: PreTrainedModel, method: Method, excluded: Collection[str]) -> list[str]:
@@ -121,22 +118,23 @@ def choose_drawn(model: PreTrainedModel, method: Method, excluded: Collection[st
         sizes = *inputs, _expert_shape(module, "gate_up_proj")[1] // 2
         return not (any(size % FP8_BLOCK for size in sizes) or is_excluded(path))
 
-    return [*_fitting(model, fits_linear if method == "fp8" else None, fits_experts)]
+    return [*_fitting(model, method, fits_linear, fits_experts)]
 
 
 def _fitting(
     model: PreTrainedModel,
-    fits_linear: Callable[[str, nn.Linear], bool] | None,
+    method: Method,
+    fits_linear: Callable[[str, nn.Linear], bool],
     fits_experts: Callable[[str, Any], bool],
 ) -> Iterator[str]:
-    """Give the paths of modules that fit and that kernels can take."""
-    linears = {path: it for path, it in model.named_modules() if isinstance(it, nn.Linear)}
+    """Give the paths of modules that fit and that kernels can take; in MXFP4 only experts."""
+    linears = dict[str, nn.Linear]()
+    if method == "fp8":
+        linears |= {path: it for path, it in model.named_modules() if isinstance(it, nn.Linear)}
     fitting = {
         path
         for path, linear in linears.items()
-        if fits_linear is not None
-        and path.rpartition(".")[2] not in _READ_AS_NUMBERS
-        and fits_linear(path, linear)
+        if path.rpartition(".")[2] not in _READ_AS_NUMBERS and fits_linear(path, linear)
     }
     for path in linears:
         parent, _, name = path.rpartition(".")
@@ -202,6 +200,14 @@ def quantized_parameters(model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         for name in _EXPERTS:
             if hasattr(module, f"{name}{SCALES}"):
                 yield getattr(whole, name), getattr(whole, f"{name}{SCALES}")
+
+
+def other_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Give the names and parameters of all that is not quantized."""
+    quantized = {id(tensor) for pair in quantized_parameters(model) for tensor in pair}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in quantized:
+            yield name, parameter
 
 
 def quantized_paths(model: nn.Module) -> Iterator[tuple[str, Method]]:
@@ -276,13 +282,13 @@ def _stacked(parts: list[tuple[Stored, Stored]], num_parts: int) -> tuple[Stored
 
 
 def _stack(parts: list[Stored], num_parts: int) -> Stored:
-    rows, columns = parts[0].get_shape()
-    num_experts = len(parts) // num_parts
+    (rows, columns), dtype = parts[0].get_shape(), parts[0].get_dtype()
+    shape = [len(parts) // num_parts, num_parts * rows, columns]
 
     def read() -> Tensor:
-        result = torch.empty(len(parts), rows, columns, dtype=parts[0][...].dtype)
+        result = torch.empty(len(parts), rows, columns, dtype=_DTYPES[dtype])
         for place, part in zip(result, parts, strict=True):
             place.copy_(part[...])
-        return result.view(num_experts, num_parts * rows, columns)
+        return result.view(shape)
 
-    return Stored([num_experts, num_parts * rows, columns], parts[0].get_dtype(), read)
+    return Stored(shape, dtype, read)

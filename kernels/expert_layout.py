@@ -145,8 +145,8 @@ FP8_TILINGS = (
     Tiling(64, _FP8_MIXED, _FP8_MIXED),
 )
 """For weights in FP8, by rows an expert. A tile has the 128 inputs that have one scale, and at
-least the 64 outputs that Hopper's tensor cores take. The sums of a block stand beside those of all
-blocks in registers, so that the largest tile is half of LARGE."""
+least the 64 outputs that Hopper's tensor cores take. Blocks of 128 rows are no faster than those of
+64: 1,054 us instead of 937 for 8,192 tokens and a layer of Qwen3.6-35B-A3B (H200)."""
 
 _MXFP4_FEW = Tile(128, 128, num_warps=4, num_stages=4)
 _MXFP4_BYTES = Tile(64, 128, num_warps=4, num_stages=4)
@@ -159,7 +159,8 @@ MXFP4_TILINGS = (
     Tiling(64, _MXFP4_MIXED, _MXFP4_MIXED),
 )
 """For weights in MXFP4, by rows an expert. Each program makes the numbers of its weights from their
-bytes, and so the more rows it multiplies, the less time that takes."""
+bytes. Blocks of 128 rows are no faster than those of 64: 9.4 ms and more instead of 7.3 for 8,192
+tokens and a layer of gpt-oss-120b (H200)."""
 
 _TILINGS: dict[Format, tuple[Tiling, ...]] = {
     "plain": (NARROW, MIDDLE, WIDE, LARGE),

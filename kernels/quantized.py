@@ -22,7 +22,11 @@ FP8_MAX = 448.0
 MXFP4_GROUP = 32
 """Neighbouring inputs of a weight in MXFP4 that have one scale."""
 
-_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_FP4_CODES = torch.cat([_FP4_VALUES, -_FP4_VALUES])
+_FP4_PAIRS = torch.stack([_FP4_CODES.repeat(16), _FP4_CODES.repeat_interleave(16)], dim=1)
+"""The two E2M1 numbers of each byte, [256, 2]: that of its low bits, then that of its high ones."""
+
 _E8M0_BIAS = 127
 
 
@@ -83,11 +87,9 @@ class Mxfp4Matrix(NamedTuple):
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Return the weights, [..., outputs, inputs]: computed in float32, and rounded once."""
-        table = [*_FP4_VALUES, *(-value for value in _FP4_VALUES)]
-        codes = torch.stack([self.values & 15, self.values >> 4], dim=-1).flatten(-2)
-        numbers = torch.tensor(table, device=codes.device)[codes.int()]
+        pairs = _FP4_PAIRS.to(self.values.device).index_select(0, self.values.flatten().int())
+        numbers = pairs.view(*self.scales.shape, MXFP4_GROUP)
         exponents = self.scales.int() - _E8M0_BIAS
-        numbers = numbers.unflatten(-1, (-1, MXFP4_GROUP))
         return torch.ldexp(numbers, exponents[..., None]).flatten(-2).to(dtype)
 
 
