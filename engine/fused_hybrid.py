@@ -170,7 +170,7 @@ class FusedHybrid:
             [normed] = layers.add_and_norm(x, Branch(mixed), layer.mlp_norm, self.style)
             if isinstance(layer.mlp, SparseMLP):
                 normed = layer.mlp.add_and_norm(normed, x, next_norm[0], self.style)
-            else:
+            else:  # not `add_and_norm`: torch adds nothing to a product in FP8 of many rows
                 branch = Branch(layer.mlp.compute(normed))
                 [normed] = layers.add_and_norm(x, branch, next_norm, self.style)
         return F.linear(normed, self.head)
