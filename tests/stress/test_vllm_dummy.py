@@ -36,7 +36,17 @@ def test_the_plugin_is_found_by_its_entry_point(tmp_path: Path) -> None:
     assert (tmp_path / "plugins" / "drawn_weights.py").exists()
 
 
-def test_the_plugin_draws_what_is_not_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_folder_says_which_modules_are_not_quantized(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", "qwen3.6-35b-a3b-fp8")
+    config: Any = AutoConfig.from_pretrained(tmp_path / "model")
+    told = config.quantization_config
+    assert told["weight_block_size"] == [128, 128]
+    paths = told["modules_to_not_convert"]
+    assert {"lm_head", "model.layers.0.linear_attn.in_proj_a", "model.layers.3.mlp.gate"} < {*paths}
+    assert not any("in_proj_qkv" in path or "experts" in path for path in paths)
+
+
+def test_the_plugin_draws_weights_as_they_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     filled = list[str]()
 
     def fill(_: torch.Tensor, *, name: str) -> None:
@@ -54,11 +64,19 @@ def test_the_plugin_draws_what_is_not_quantized(monkeypatch: pytest.MonkeyPatch)
         "proj.bias": torch.ones(8),
         "sinks": torch.zeros(64),
         "layer.A_log": torch.zeros(64),
-        "packed": torch.zeros(8, 8, dtype=torch.uint8),
+        "weight": torch.zeros(2, 64, 64, dtype=torch.float8_e4m3fn),
+        "weight_scale_inv": torch.zeros(2, 8, 8),
+        "w2_weight": torch.zeros(64, 64, dtype=torch.uint8),
+        "w2_weight_scale": torch.zeros(8, 8, dtype=torch.uint8),
+        "places": torch.zeros(8, 8, dtype=torch.int32),
     }
     for name, tensor in tensors.items():
         loader.initialize_single_dummy_weight(tensor, name=name)
-    assert filled == ["packed"]
+    assert filled == ["places"]
+    scaled = tensors["weight"].float() * tensors["weight_scale_inv"][0, 0, 0]
+    assert float(scaled.std()) == pytest.approx(RANDOM_STD, rel=0.1)
+    assert len({*tensors["w2_weight"].flatten().tolist()}) > 200
+    assert (tensors["w2_weight_scale"] == drawn_weights.FP4_EXPONENT).all()
     assert float(tensors["proj.weight"].std()) == pytest.approx(RANDOM_STD, rel=0.1)
     assert tensors["norm.weight"].tolist() == [1.0] * 8
     assert tensors["proj.bias"].tolist() == [0.0] * 8

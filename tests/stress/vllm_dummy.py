@@ -11,27 +11,40 @@ as vLLM comes. Words behind `--` go to `vllm serve`. Then `ttft_by_url`, `decode
 
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 import click
+import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.stress import drawn_weights
 from tieredkv.cli.sizing import SizeOption
+from tieredkv.engine.drawn_weights import make_model
 from tieredkv.engine.loader import find_model
+from tieredkv.engine.quantized import unquantized_modules
 
 PLUGIN = "drawn_weights"
 
 
 def write_model(folder: Path, shape: str) -> None:
-    """Write the config.json of a shape, with the text-only architecture that vLLM has for it."""
-    config = find_model(f"random:{shape}", dtype="bfloat16", device="cpu").config
+    """Write the config.json of a shape, with the text-only architecture that vLLM has for it.
+
+    Modules that are not quantized are told by their whole paths, as vLLM reads them.
+    """
+    found = find_model(f"random:{shape}", dtype="bfloat16", device="cpu")
+    config, whole = found.config, found.whole_config
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
     folder.mkdir()
     known = config.to_dict() | {"architectures": [architecture]}
+    if quantization := getattr(whole, "quantization_config", None):
+        parts = "|".join(map(re.escape, unquantized_modules(whole)))
+        model = make_model(config, torch.bfloat16, torch.device("meta"))
+        paths = [path for path, _ in model.named_modules() if re.search(rf"(^|\.)({parts})$", path)]
+        known["quantization_config"] = quantization | {"modules_to_not_convert": paths}
     (folder / "config.json").write_text(json.dumps(known, indent=1))
 
 
