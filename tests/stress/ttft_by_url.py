@@ -63,6 +63,10 @@ class Server:
                 cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or cached
         return first_ms, cached
 
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
     def flood(self, num_tokens: int, length: int) -> None:
         """Send prompts of so many tokens in all, so that older prefixes leave VRAM."""
         for _ in range(0, num_tokens, length):
