@@ -7,8 +7,6 @@ Reference: `tieredkv.kernels.state_reference.delta_rule`.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (a kernel's arguments have no Python types)
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,49 +14,8 @@ from torch import Tensor
 from tieredkv.kernels.state_layout import LayerState, StateRows
 from tieredkv.kernels.state_reference import EPS
 
-
-class StateTile(NamedTuple):
-    """What one program computes.
-
-    Attributes:
-        num_columns: of a state, which the program holds in registers.
-    """
-
-    num_columns: int
-    num_warps: int
-
-
-NARROW_TILE = StateTile(16, num_warps=1)
-"""For few states: enough programs that each multiprocessor has some."""
-
-WIDE_TILE = StateTile(128, num_warps=4)
-"""For many states, whose rows are read and written as a whole.
-
-32 rows of Qwen3.6-27B take 59 us with it, and 62 with the narrow one; 8 rows 19.4 and 17.5 (H200).
-"""
-
-MANY_STATES = 1024
-"""From this many states on, of all rows and heads, WIDE_TILE gives enough programs."""
-
-MOST_HALVINGS = tl.constexpr(8)
-"""Of the largest number of keys that the kernel takes, 256."""
-
-
-@triton.jit
-def _sum_keys(x):
-    """Sum over the first axis by halves; the order does not depend on the tile nor on the warps.
-
-    Args:
-        x: [keys, columns] float32; the number of keys is a power of two.
-
-    Returns:
-        [columns] float32.
-    """
-    COLUMNS: tl.constexpr = x.shape[1]
-    for _ in tl.static_range(MOST_HALVINGS):
-        if x.shape[0] > 1:
-            x = tl.sum(tl.reshape(x, (2, x.shape[0] // 2, COLUMNS)), axis=0)
-    return tl.reshape(x, (COLUMNS,))
+NUM_COLUMNS = 16
+"""Of a state, which a program of one warp holds in registers."""
 
 
 @triton.jit
@@ -89,11 +46,10 @@ def _delta_rule_kernel(
     """Run the tokens of one row through VALUE_TILE columns of the state of one head.
 
     Grid: (ceil(VALUE_DIM / VALUE_TILE), NUM_HEADS, num_rows). Columns of a state do not depend on
-    each other, and the bits of one depend neither on the tile nor on the warps: sums have one
-    order, and no product is fused with a sum. A program of a row without tokens, or with more than
-    most_tokens, returns at once. Masks: key elements past KEY_DIM, columns past VALUE_DIM. Bytes
-    moved: the state read and written once, 4 bytes each; values and outputs once; queries and keys
-    once per head and tile, mostly from the cache.
+    each other. A program of a row without tokens, or with more than most_tokens, returns at once.
+    Masks: key elements past KEY_DIM, columns past VALUE_DIM. Bytes moved: the state read and
+    written once, 4 bytes each; values and outputs once; queries and keys once per head and tile,
+    mostly from the cache.
     """
     row_ptr = rows_ptr + NUM_FIELDS * tl.program_id(2)
     num_tokens = tl.load(row_ptr + 2)
@@ -123,13 +79,13 @@ def _delta_rule_kernel(
         q = tl.load(q_ptr + dim, is_dim, other=0.0).to(tl.float32)
         k = tl.load(q_ptr + NUM_KEY_HEADS * KEY_DIM + dim, is_dim, other=0.0).to(tl.float32)
         v = tl.load(v_ptr + column, is_column, other=0.0).to(tl.float32)
-        q *= tl.rsqrt(_sum_keys((q * q)[:, None]) + eps) * scale
-        k *= tl.rsqrt(_sum_keys((k * k)[:, None]) + eps)
+        q *= tl.rsqrt(tl.sum(q * q) + eps) * scale
+        k *= tl.rsqrt(tl.sum(k * k) + eps)
         beta = tl.sigmoid(tl.load(b_ptr).to(tl.float32)) * beta_scale
         state *= tl.exp(rate * softplus(tl.load(a_ptr).to(tl.float32) + dt_bias))
-        change = (v - _sum_keys(k[:, None] * state)) * beta
+        change = (v - tl.sum(k[:, None] * state, axis=0)) * beta
         state += k[:, None] * change[None, :]
-        read = _sum_keys(q[:, None] * state)
+        read = tl.sum(q[:, None] * state, axis=0)
         tl.store(out_ptr + column, read.to(out_ptr.dtype.element_ty), is_column)
         q_ptr += mixed_stride
         v_ptr += mixed_stride
@@ -153,8 +109,7 @@ def delta_rule(
     """Launch the kernel; as `states.delta_rule`, but without rows of more than `most_tokens`."""
     shape = state.shape
     out = mixed.new_empty(len(mixed), shape.num_heads, shape.value_dim)
-    tile = NARROW_TILE if len(rows.rows) * shape.num_heads < MANY_STATES else WIDE_TILE
-    value_tile = min(tile.num_columns, triton.next_power_of_2(shape.value_dim))
+    value_tile = min(NUM_COLUMNS, triton.next_power_of_2(shape.value_dim))
     grid = (triton.cdiv(shape.value_dim, value_tile), shape.num_heads, len(rows.rows))
     if not (rows.max_tokens and all(grid)):
         return out
@@ -165,6 +120,6 @@ def delta_rule(
         NUM_HEADS=shape.num_heads, NUM_KEY_HEADS=shape.num_key_heads, KEY_DIM=shape.key_dim,
         VALUE_DIM=shape.value_dim, PIECES_PER_PAGE=state.pieces_per_page,
         KEY_TILE=triton.next_power_of_2(shape.key_dim), VALUE_TILE=value_tile,
-        num_warps=tile.num_warps, enable_fp_fusion=False,
+        num_warps=1,
     )  # fmt: skip
     return out

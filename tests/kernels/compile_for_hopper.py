@@ -467,22 +467,15 @@ def compile_states(dtype: torch.dtype, shape: StateShape, *, has_bias: bool) -> 
             },
             num_warps=4,
         )
-    for columns, num_warps in (delta_rule.NARROW_TILE, delta_rule.WIDE_TILE):
-        sizes = {
-            "NUM_HEADS": shape.num_heads,
-            "NUM_KEY_HEADS": shape.num_key_heads,
-            "KEY_DIM": shape.key_dim,
-            "VALUE_DIM": shape.value_dim,
-            "KEY_TILE": triton.next_power_of_2(shape.key_dim),
-            "VALUE_TILE": columns,
-        }
-        compile_kernel(
-            delta_rule._delta_rule_kernel,
-            dtype,
-            paged | sizes,
-            num_warps=num_warps,
-            enable_fp_fusion=False,
-        )
+    sizes = {
+        "NUM_HEADS": shape.num_heads,
+        "NUM_KEY_HEADS": shape.num_key_heads,
+        "KEY_DIM": shape.key_dim,
+        "VALUE_DIM": shape.value_dim,
+        "KEY_TILE": triton.next_power_of_2(shape.key_dim),
+        "VALUE_TILE": delta_rule.NUM_COLUMNS,
+    }
+    compile_kernel(delta_rule._delta_rule_kernel, dtype, paged | sizes, num_warps=1)
 
 
 def compile_first() -> None:

@@ -189,25 +189,6 @@ def test_a_row_has_the_same_bits_alone_as_in_a_batch(backend: str, dtype: torch.
                 assert same_bits(case.pool.view(-1)[place], batch.pool.view(-1)[place])
 
 
-def compare_tiles(monkeypatch: pytest.MonkeyPatch, case: StateCase) -> None:
-    from tieredkv.kernels import delta_rule
-
-    narrow, wide = case.copy(), case.copy()
-    monkeypatch.setattr(delta_rule, "MANY_STATES", 1_000_000)
-    expected = narrow.update("triton")
-    monkeypatch.setattr(delta_rule, "MANY_STATES", 0)
-    out = wide.update("triton")
-    for span in case.spans:
-        own = slice(span.first_token, span.first_token + max(0, span.num_tokens))
-        assert same_bits(out[own], expected[own])
-    assert same_bits(wide.pool, narrow.pool)
-
-
-@pytest.mark.parametrize("shape", [SMALL, ODD])
-def test_tiles_of_states_change_no_bit(monkeypatch: pytest.MonkeyPatch, shape: StateShape) -> None:
-    compare_tiles(monkeypatch, make_case(MIXED, shape))
-
-
 def compare_cut(backend: str, case: StateCase, at: int, run: Any) -> tuple[Tensor, Tensor]:
     """Run the only row whole and cut; return outputs and states of both, one behind another."""
     whole = case.alone(0)
@@ -506,16 +487,6 @@ def test_on_the_gpu_a_row_has_the_same_bits_alone_as_in_a_batch(dtype: torch.dty
             assert same_bits(run(case), out[own])
             for place in batch.places(span) if span.num_tokens else ():
                 assert same_bits(case.pool.view(-1)[place], batch.pool.view(-1)[place])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", GPU_ROWS)
-def test_on_the_gpu_tiles_of_states_change_no_bit(
-    monkeypatch: pytest.MonkeyPatch, rows: str, dtype: torch.dtype
-) -> None:
-    case = make_case(GPU_ROWS[rows], REAL, pieces_per_page=7, dtype=dtype, device="cuda")
-    compare_tiles(monkeypatch, case)
 
 
 @pytest.mark.gpu
