@@ -17,7 +17,7 @@ from tieredkv.engine.attention import StepMetadata
 from tieredkv.engine.step_buffers import BatchRow, Layout, StepBuffers, StepOutput, idle_row
 from tieredkv.kernels import prefill_dense
 from tieredkv.kernels.partition import Batch, Span
-from tieredkv.kernels.states import MAX_STEP_TOKENS
+from tieredkv.kernels.state_plan import PlanSize
 from tieredkv.types import Progress, tracked
 
 logger = logging.getLogger(__name__)
@@ -65,12 +65,14 @@ class Graph:
         is_fresh: whether it is the step of one prompt from its first token on.
         depths: where a replay is the faster way; empty if it is everywhere. A short step is always
             replayed if no span of it is attended as products.
+        states: what it has room for of rows with recurrent states.
     """
 
     num_tokens: int
     num_kept: int
     is_fresh: bool
     depths: Depths
+    states: PlanSize
     graph: torch.cuda.CUDAGraph
     buffers: StepBuffers
     output: StepOutput
@@ -88,7 +90,8 @@ class Graph:
         layout.fit_graph(is_fresh=self.is_fresh)
         if self.is_fresh:
             self.buffers.tables.copy_fresh(layout.spans[0])
-        self.buffers.fill(rows, layout, changes, num_tokens=self.num_tokens, num_kept=self.num_kept)
+        sizes = {"num_tokens": self.num_tokens, "num_kept": self.num_kept}
+        self.buffers.fill(rows, layout, changes, **sizes, states=self.states)
         self.graph.replay()
         return StepOutput(*(part[: len(layout.kept)] for part in self.output))
 
@@ -108,6 +111,8 @@ def find_graph(graphs: Graphs, layout: Layout) -> Graph | None:
         key = _smallest(DECODE_SIZES, num_tokens), "decode"
     graph = graphs.get(key)
     if graph is None or len(layout.kept) > graph.num_kept:
+        return None
+    if graph.buffers.is_recurrent and not graph.states.has_room(layout.state_spans):
         return None
     if not graph.depths or (num_tokens <= MIXED_SIZES[-1] and not layout.has_products):
         return graph
@@ -173,20 +178,16 @@ def capture_graphs(
 
     progress("timing long steps", 0, 1)
     has_products = any(kind.has_products() for kind in buffers.kinds)
-    mixed_sizes, long_sizes, fresh_steps = [*MIXED_SIZES], [*LONG_SIZES], [*FRESH_STEPS]
-    if buffers.is_recurrent:
-        mixed_sizes = [size for size in MIXED_SIZES if size <= MAX_STEP_TOKENS]
-        long_sizes, fresh_steps = [], []
-    short_sizes = mixed_sizes if has_products else mixed_sizes[-1:]
+    short_sizes = MIXED_SIZES if has_products else MIXED_SIZES[-1:]
     paying = sizes_that_pay(
-        [size for size in short_sizes[1:] + long_sizes if size <= most_tokens],
+        [size for size in short_sizes[1:] + LONG_SIZES if size <= most_tokens],
         short_sizes[0] + 1,
         max_context_len,
         lambda size, *steps: saved_s((size, "mixed"), *steps),
     )
     fresh: list[int] = []
     is_dense = any(kind.is_dense(FRESH_STEPS[0]) for kind in buffers.kinds)
-    for num_tokens in fresh_steps if is_dense else ():
+    for num_tokens in FRESH_STEPS if is_dense else ():
         size = fresh_size(num_tokens)
         is_possible = num_tokens <= max_context_len and size <= most_tokens
         if not is_possible or min(saved_s((size, "fresh"), num_tokens, [0]), default=-1.0) < 0:
@@ -195,7 +196,7 @@ def capture_graphs(
     progress("timing long steps", 1, 1)
     wanted: dict[GraphKey, Depths] = {(n, "fresh"): () for n in fresh}
     wanted |= {(n, "decode"): () for n in DECODE_SIZES if n <= num_rows}
-    wanted |= {(n, "mixed"): () for n in mixed_sizes if n <= most_tokens}
+    wanted |= {(n, "mixed"): () for n in MIXED_SIZES if n <= most_tokens}
     wanted |= {(n, "mixed"): depths for n, depths in paying.items()}
     keys = sorted(wanted, reverse=True)  # the largest first, so that the others fit into its memory
     pool = torch.cuda.graph_pool_handle()
@@ -219,7 +220,10 @@ def capture(
     """
     (num_tokens, kind), tables = key, buffers.tables
     num_kept = 1 if kind == "fresh" else min(num_tokens, tables.num_requests)
-    buffers.fill_padding(num_tokens, num_kept)
+    states = PlanSize.of_any(num_tokens, 1 if kind == "fresh" else tables.num_requests)
+    if kind == "decode":
+        states = PlanSize(num_tokens)
+    buffers.fill_padding(num_tokens, num_kept, states)
     dense_len = (num_tokens - 1) // prefill_dense.STEP * prefill_dense.STEP
     whole = [Span(tables.fresh_row, 0, dense_len, dense_len)]
     batches: list[Batch] = []
@@ -234,15 +238,14 @@ def capture(
             Batch(tables.tensor[layers.page], (), (), plans.last)
             for layers, plans in zip(buffers.kinds, buffers.plans, strict=True)
         ]
-    states = buffers.any_states(num_tokens, is_decode=kind == "decode")
-    step = StepMetadata(buffers.slots[:, :num_tokens], batches, last, states)
+    step = StepMetadata(buffers.slots[:, :num_tokens], batches, last, buffers.states(states))
     with torch.inference_mode():
         launch(buffers, step, num_kept)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             output = launch(buffers, step, num_kept)
         graph.replay()  # the first time, it is copied to the device, as kernels are
-    return Graph(num_tokens, num_kept, kind == "fresh", depths, graph, buffers, output)
+    return Graph(num_tokens, num_kept, kind == "fresh", depths, states, graph, buffers, output)
 
 
 def sizes_that_pay(

@@ -16,7 +16,7 @@ from tieredkv.engine.attention import StepMetadata
 from tieredkv.engine.graphs import Graphs, capture_graphs
 from tieredkv.engine.loader import LoadedModel
 from tieredkv.engine.runner import ModelRunner, StepLimits, launched_sizes, make_kv_pool
-from tieredkv.engine.step_buffers import BatchRow, idle_row
+from tieredkv.engine.step_buffers import NO_STATES, BatchRow, idle_row
 from tieredkv.engine.step_timer import StepTimer
 from tieredkv.engine.suitability import TESTED_MODEL_TYPES
 from tieredkv.errors import ConfigError, ModelError
@@ -154,8 +154,7 @@ def load_kernels(runner: ModelRunner, progress: Progress) -> None:
             num_kept = 1 + index % max_num_seqs
             buffers.fill_padding(size, num_kept)
             nothing = [Batch(buffers.tables.tensor[0], ())] * len(buffers.kinds)
-            states = buffers.any_states(0, is_decode=True)
-            step = StepMetadata(buffers.slots[:, :size], nothing, states=states)
+            step = StepMetadata(buffers.slots[:, :size], nothing, states=buffers.states(NO_STATES))
             runner.launch(short, buffers, step, num_kept)
 
 

@@ -15,6 +15,7 @@ from tieredkv.engine.graphs import MIXED_SIZES, Graphs, find_graph, mixed_size
 from tieredkv.engine.loader import LoadedModel
 from tieredkv.engine.step_buffers import BatchRow, BlockTables, Layout, StepBuffers, StepOutput
 from tieredkv.kernels import states
+from tieredkv.kernels.state_plan import PlanSize
 from tieredkv.types import KVSpec
 
 SIZES_PER_OCTAVE = 128
@@ -112,9 +113,13 @@ class ModelRunner:
         if layout.has_products and mixed_size(num_tokens) <= buffers.max_tokens:
             # Kernels of those sizes were loaded when the graphs were captured; see `load_kernels`.
             num_tokens = mixed_size(num_tokens) or num_tokens
-        buffers.fill(rows, layout, changes, num_tokens=num_tokens, num_kept=num_kept)
+        spans = layout.state_spans if buffers.is_recurrent else []
+        size = PlanSize.of_step(spans)
+        buffers.fill(rows, layout, changes, num_tokens=num_tokens, num_kept=num_kept, states=size)
         step = StepMetadata(
-            buffers.slots[:, :num_tokens], *buffers.batches(layout), states=buffers.states(layout)
+            buffers.slots[:, :num_tokens],
+            *buffers.batches(layout),
+            states=buffers.states(size, spans),
         )
         return self.launch(self.loaded, buffers, step, num_kept)
 

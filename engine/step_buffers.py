@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from tieredkv.engine.attention import AttentionKind, StepStates
-from tieredkv.kernels import launch, partition, small_copies
+from tieredkv.kernels import launch, partition, small_copies, state_plan
 from tieredkv.kernels.partition import Batch, Span
-from tieredkv.kernels.state_layout import StateRows, StateSpan
+from tieredkv.kernels.state_layout import StateSpan
+from tieredkv.kernels.state_plan import PlanSize
 from tieredkv.steps import pairs
 
 
@@ -183,6 +184,10 @@ class Plans(NamedTuple):
     last: Tensor
 
 
+NO_STATES = PlanSize(0)
+"""That of a step that changes no recurrent states."""
+
+
 class StepBuffers:
     """The inputs of a step with at most `max_tokens` tokens and one row per block table.
 
@@ -213,8 +218,8 @@ class StepBuffers:
         max_rows = self._spare_index = tables.num_requests
         parts = dict.fromkeys(("sources", "kept", "targets"), (torch.int64, max_tokens))
         num_page_kinds = len(tables.tensor)
-        num_state_rows = max_rows if self.is_recurrent else 0
-        parts["state_rows"] = torch.int32, num_state_rows * len(StateSpan._fields)
+        most_states = PlanSize.largest(max_tokens, max_rows).num_ints
+        parts["states"] = torch.int32, most_states if self.is_recurrent else 0
         parts["cells"] = torch.int64, max_rows * num_page_kinds
         parts |= dict.fromkeys(("token_ids", "positions"), (torch.int32, max_tokens))
         parts["slots"] = torch.int32, max_tokens * num_page_kinds
@@ -244,7 +249,7 @@ class StepBuffers:
         self.sources = device["sources"]
         self.kept, self.targets = device["kept"], device["targets"]
         self.cells, self.block_ids = device["cells"], device["block_ids"]
-        self._state_rows = device["state_rows"].view(-1, len(StateSpan._fields))
+        self._states = device["states"]
         self.plans = [
             Plans(*(device[f"{name} {index}"] for name in Plans._fields))
             for index in range(len(kinds))
@@ -257,12 +262,12 @@ class StepBuffers:
             self.kinds, self.tables, max_tokens=max_tokens, vocab_size=self._vocab_size
         )
 
-    def fill_padding(self, num_tokens: int, num_kept: int) -> None:
+    def fill_padding(self, num_tokens: int, num_kept: int, states: PlanSize = NO_STATES) -> None:
         """Write a step that has nothing but padding, after all steps before have been computed."""
         if self._target.type == "cuda":
             torch.cuda.current_stream(self._target).synchronize()
         idle = Layout([], self.kinds, self._spare_index)
-        self.fill([], idle, ([], []), num_tokens=num_tokens, num_kept=num_kept)
+        self.fill([], idle, ([], []), num_tokens=num_tokens, num_kept=num_kept, states=states)
 
     def fill(
         self,
@@ -272,6 +277,7 @@ class StepBuffers:
         *,
         num_tokens: int,
         num_kept: int,
+        states: PlanSize = NO_STATES,
     ) -> None:
         """Write a step and start its copy; the padding up to the given sizes has no effect."""
         arrays = self._arrays
@@ -295,9 +301,7 @@ class StepBuffers:
         arrays["cells"][len(cells) :] = self.tables.spare_cell
         arrays["block_ids"][: len(cells)] = block_ids
         if self.is_recurrent:
-            num_ints = len(rows) * len(StateSpan._fields)
-            arrays["state_rows"][:num_ints] = [it for span in layout.state_spans for it in span]
-            arrays["state_rows"][num_ints:] = 0
+            state_plan.fill(arrays["states"], layout.state_spans, states)
         if self.tables.copied is not None:
             for index, (heads, window, _) in enumerate(self.kinds):
                 shares = layout.shares[index]
@@ -316,26 +320,16 @@ class StepBuffers:
         """Whether steps change recurrent states."""
         return self.tables.states.numel() > 0
 
-    def states(self, layout: "Layout") -> StepStates | None:
-        """Return whose recurrent states a step changes that was written, if the model has any."""
-        if not self.is_recurrent:
-            return None
-        spans = layout.state_spans
-        longest = max((span.num_tokens for span in spans), default=0)
-        rows = StateRows(spans, self._state_rows[: len(spans)], longest)
-        return StepStates(self.tables.states, rows)
-
-    def any_states(self, num_tokens: int, *, is_decode: bool) -> StepStates | None:
-        """Do as `states` does for whatever is written before a step is replayed.
+    def states(self, size: PlanSize, spans: Sequence[StateSpan] = ()) -> StepStates | None:
+        """Return whose recurrent states a step changes that is written, if the model has any.
 
         Args:
-            num_tokens: of the step, at most.
-            is_decode: whether no row has more than one token.
+            size: of the plan of its rows.
+            spans: the rows; none for any that are written before a captured step is replayed.
         """
         if not self.is_recurrent:
             return None
-        rows = StateRows((), self._state_rows[:num_tokens], 1 if is_decode else num_tokens)
-        return StepStates(self.tables.states, rows)
+        return StepStates(self.tables.states, state_plan.view(self._states, size, spans))
 
     def batches(self, layout: "Layout") -> tuple[list[Batch], list[Batch] | None]:
         """Return what attention needs for a step that was written, for each kind of layer.

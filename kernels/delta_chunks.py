@@ -3,29 +3,34 @@
 Callers go through `tieredkv.kernels.states`, which checks the tensors; this module does not.
 Reference: `tieredkv.kernels.state_reference.delta_rule`. Cuts of a row at multiples of 64 tokens
 change no bit of the outputs and the state.
+
+The kernels are launched with the tiles that were the fastest on an H200, and not through fla-core's
+functions: those look for tiles when they first run, launch some kernels more, and read on the host
+where rows end, so that no CUDA graph could hold them.
 """
 
 import functools
 import importlib
 import importlib.metadata
-import os
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tieredkv.kernels import state_reference
+from tieredkv.kernels import state_plan, state_reference
 from tieredkv.kernels.checks import triton_module
-from tieredkv.kernels.state_layout import LayerState, StateRows, StateSpan
+from tieredkv.kernels.state_layout import ChunkRows, LayerState, StateSpan
+from tieredkv.kernels.state_plan import CHUNK
 from tieredkv.types import StateShape
 
 VERSION = "0.6"
 """The version of fla-core whose kernels are known to take and give states as these do."""
 
+_STATE_COLUMNS = 32
+"""Of a state, which a program takes from chunk to chunk."""
 
-_TUNED_FOR = (9, 0)
-"""The compute capability of the GPUs of `fla_configs`, H100 and H200."""
+_OUT_COLUMNS = 64
+"""Of the outputs of a chunk, which a program computes."""
 
 
 def why_missing() -> str | None:
@@ -48,51 +53,83 @@ def delta_rule(
     a_log: Tensor,
     dt_bias: Tensor,
     state: LayerState,
-    span: StateSpan,
+    rows: ChunkRows,
     beta_scale: float,
     out: Tensor,
 ) -> None:
-    """Compute one row of `states.delta_rule`, and write what is read of its states to `out`."""
-    own = slice(span.first_token, span.first_token + span.num_tokens)
-    around = triton_module("delta_inputs")
-    q, k, v, decay, beta = around.split(
-        mixed[own], a[own], b[own], a_log, dt_bias, state, beta_scale
+    """Compute some rows of `states.delta_rule`, and write what is read of their states to `out`."""
+    around, kernels, shape = triton_module("delta_inputs"), _kernels(), state.shape
+    q, k, v, decay, beta = around.split(mixed, a, b, a_log, dt_bias, state, rows, beta_scale)
+    states = around.load_states(state, rows)
+    num_tokens, num_chunks, num_heads = len(mixed), len(rows.chunks), shape.num_heads
+    key_dim, value_dim = shape.key_dim, shape.value_dim
+    sizes: dict[str, Any] = {"T": num_tokens, "H": shape.num_key_heads, "HV": num_heads}
+    sizes |= {"K": key_dim, "BT": CHUNK, "USE_G": True, "IS_VARLEN": True}
+    places = rows.bounds, rows.chunks
+    solved = k.new_zeros(num_tokens, num_heads, CHUNK)  # only triangles of it are written
+    kernels.solve[num_chunks, num_heads](
+        k, decay, beta, solved, *places, **sizes, BC=16, BK=64, num_warps=2, num_stages=3
     )
-    # NOTE: the function behind the documented one, which adds half a millisecond on the host.
-    _, read, _, states, *_ = _kernels().chunk_gated_delta_rule_fwd(
-        q=q,
-        k=k,
-        v=v,
-        g=decay,
-        beta=beta,
-        scale=state.shape.key_dim**-0.5,
-        initial_state=around.load_states(state, span),
-        output_final_state=True,
+    sizes["V"] = value_dim
+    w, u = k.new_empty(num_tokens, num_heads, key_dim), torch.empty_like(v)
+    kernels.represent[num_chunks, num_heads](
+        k, v, beta, w, u, solved, decay, *places, **sizes, BK=64, BV=64, num_warps=4, num_stages=3
     )
-    out[own] = read[0]
-    around.store_states(state, span, states)
+    begun, changes = k.new_empty(num_chunks, num_heads, key_dim, value_dim), torch.empty_like(u)
+    sizes["STATE_V_FIRST"] = False
+    num_programs = -(-value_dim // _STATE_COLUMNS) * rows.num_sequences * num_heads
+    kernels.advance[(num_programs,)](
+        k, u, w, changes, decay, None, begun, states, states, rows.bounds, rows.offsets, **sizes,
+        BV=_STATE_COLUMNS, USE_GK=False, USE_INITIAL_STATE=True, STORE_FINAL_STATE=True,
+        SAVE_NEW_VALUE=True, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    kernels.read[-(-value_dim // _OUT_COLUMNS) * num_chunks, num_heads](
+        q, k, changes, begun, decay, None, out, *places, key_dim**-0.5, **sizes, BK=64,
+        BV=_OUT_COLUMNS, USE_G_GAMMA=False, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    around.store_states(state, rows, states)
+
+
+class _Kernels(NamedTuple):
+    """Those of fla-core, in the order in which they run.
+
+    Attributes:
+        solve: inverts each chunk's triangular matrix of how its tokens change what others read.
+        represent: makes of keys and values what the chunk as a whole does with a state.
+        advance: takes the states of rows from chunk to chunk.
+        read: reads each chunk's first state and its own tokens with its queries.
+    """
+
+    solve: Any
+    represent: Any
+    advance: Any
+    read: Any
 
 
 @functools.cache
-def _kernels() -> Any:
-    """Import fla-core, which is untyped, and slow to import.
-
-    On the GPUs that they were measured on, its kernels take the tiles of `fla_configs`. Otherwise
-    each process of a new machine tunes them for a minute or two, again for longer prompts.
-    """
-    kernels = importlib.import_module("fla.ops.gated_delta_rule.chunk")
-    if torch.cuda.get_device_capability() == _TUNED_FOR and "FLA_CONFIG_DIR" not in os.environ:
-        tuning: Any = importlib.import_module("fla.ops.utils.cache")
-        os.environ["FLA_CONFIG_DIR"] = str(Path(__file__).with_name("fla_configs"))
-        tuning.FLA_CACHE_MODE = tuning.FlaCacheMode.FULL
-    return kernels
+def _kernels() -> _Kernels:
+    """Import fla-core, which is untyped, and slow to import."""
+    named = (
+        ("gated_delta_rule.chunk_fwd", "chunk_gated_delta_rule_fwd_kkt_solve_kernel"),
+        ("gated_delta_rule.wy_fast", "recompute_w_u_fwd_kernel"),
+        ("common.chunk_delta_h", "chunk_gated_delta_rule_fwd_kernel_h_blockdim64"),
+        ("common.chunk_o", "chunk_fwd_kernel_o"),
+    )
+    tuning: Any = importlib.import_module("triton.runtime.autotuner")
+    found = []
+    for module, name in named:
+        kernel = getattr(importlib.import_module(f"fla.ops.{module}"), name)
+        while isinstance(kernel, (tuning.Autotuner, tuning.Heuristics)):
+            kernel = kernel.fn
+        found.append(kernel)
+    return _Kernels(*found)
 
 
 class Errors(NamedTuple):
     """How far off the kernels are, as shares of the root mean square of what they give.
 
     Attributes:
-        cut: of a row that is cut at 64 tokens, from the same row as a whole.
+        cut: of a row that is cut between two chunks, from the same row as a whole.
         reference: of the row from the torch reference; bfloat16 and TF32 round its products.
     """
 
@@ -102,7 +139,7 @@ class Errors(NamedTuple):
 
 def measure_errors(device: torch.device, dtype: torch.dtype) -> Errors:
     """Run the kernels on made-up tokens and compare what they give, outputs and states."""
-    shape, num_tokens = StateShape(2, 1, 128, 128, 2), 192
+    shape, num_tokens, half = StateShape(2, 1, 128, 128, 2), 640, 320
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*size: int) -> Tensor:
@@ -114,11 +151,13 @@ def measure_errors(device: torch.device, dtype: torch.dtype) -> Errors:
     pool = draw(1, shape.layer_pieces * shape.piece_elements).repeat(2, 1)
     given = mixed, a, b, rates, torch.zeros_like(rates), LayerState(pool, tables, shape, 0)
     whole, cut = (mixed.new_empty(num_tokens, 2, shape.value_dim) for _ in range(2))
-    expected = pool.clone()
-    delta_rule(*given, StateSpan(0, 0, num_tokens), 1.0, whole)
-    for first, end in ((0, 64), (64, num_tokens)):
-        delta_rule(*given, StateSpan(1, first, end - first), 1.0, cut)
-    rows = StateRows([StateSpan(0, 0, num_tokens)], tables, num_tokens)
+    expected, spans = pool.clone(), [StateSpan(0, 0, num_tokens)]
+    parts = [StateSpan(1, 0, half)], [StateSpan(1, half, num_tokens - half)]
+    for some, out in ((spans, whole), *((part, cut) for part in parts)):
+        chunks = state_plan.make_rows(some, device).chunks
+        assert chunks is not None, "a row is too short for chunks"
+        delta_rule(*given, chunks, 1.0, out)
+    rows = state_plan.make_rows(spans, device)
     exact = state_reference.delta_rule(*given[:-1], given[-1]._replace(pool=expected), rows, 1.0)
     used = slice(0, shape.num_heads * shape.piece_elements)
     found = torch.cat([whole.flatten().float(), pool[0, used]])

@@ -105,14 +105,14 @@ def delta_rule(
     rows: StateRows,
     beta_scale: float,
     most_tokens: int,
-) -> Tensor:
+    out: Tensor,
+) -> None:
     """Launch the kernel; as `states.delta_rule`, but without rows of more than `most_tokens`."""
     shape = state.shape
-    out = mixed.new_empty(len(mixed), shape.num_heads, shape.value_dim)
     value_tile = min(NUM_COLUMNS, triton.next_power_of_2(shape.value_dim))
     grid = (triton.cdiv(shape.value_dim, value_tile), shape.num_heads, len(rows.rows))
-    if not (rows.max_tokens and all(grid)):
-        return out
+    if not all(grid):
+        return
     _delta_rule_kernel[grid](
         mixed, a, b, a_log, dt_bias, out, state.pool, state.tables, rows.rows, mixed.stride(0),
         a.stride(0), b.stride(0), state.pool.stride(0), state.tables.stride(0), state.first_piece,
@@ -122,4 +122,3 @@ def delta_rule(
         KEY_TILE=triton.next_power_of_2(shape.key_dim), VALUE_TILE=value_tile,
         num_warps=1,
     )  # fmt: skip
-    return out

@@ -36,6 +36,33 @@ class StateSpan(NamedTuple):
     num_tokens: int
 
 
+class ChunkRows(NamedTuple):
+    """The rows of a step that are computed in chunks, as the kernels of fla-core read them.
+
+    For those, each row is a sequence, and so is what lies between two rows. They stand in the
+    falling order of their first tokens: what lies between two of them then begins behind its end,
+    and has no tokens to be computed.
+
+    Attributes:
+        rows: [n, 3] int32, contiguous, on the device; the fields of `StateSpan`. Rows of padding
+            have no tokens and stand behind the others.
+        bounds: [2 * n] int32, the first token of each row and that behind its last one; row i is
+            sequence 2 * i.
+        offsets: [2 * n] int32, for each sequence that is a row the number of its first chunk.
+        chunks: [num_chunks, 2] int32, the sequence of each chunk and its number in it.
+    """
+
+    rows: Tensor
+    bounds: Tensor
+    offsets: Tensor
+    chunks: Tensor
+
+    @property
+    def num_sequences(self) -> int:
+        """Rows and what lies between them."""
+        return len(self.bounds) - 1
+
+
 class StateRows(NamedTuple):
     """The tokens of a step that are computed with each state; no request stands in two rows.
 
@@ -43,12 +70,16 @@ class StateRows(NamedTuple):
         spans: the rows on the host. Only the reference reads them, so that they may be empty where
             a captured step serves any rows.
         rows: [num_rows, 3] int32, contiguous, on the device; the fields of `StateSpan`.
-        max_tokens: tokens of the longest row, or more; grids depend on it.
+        tiles: [num_tiles, 2] int32, as rows; the row and the number of each tile of the convolution
+            that the rows consist of, and of others behind the end of a row. None if no row has more
+            than one token.
+        chunks: the rows that are computed in chunks; None if there are none.
     """
 
     spans: Sequence[StateSpan]
     rows: Tensor
-    max_tokens: int
+    tiles: Tensor | None
+    chunks: ChunkRows | None
 
 
 class LayerState(NamedTuple):

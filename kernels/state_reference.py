@@ -12,10 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tieredkv.kernels.state_layout import LayerState, StateRows, StateSpan
+from tieredkv.kernels.state_plan import CHUNK
 from tieredkv.types import StateShape
-
-CHUNK = 64
-"""Tokens of a chunk of a long row; cuts of a row at multiples of it change no bit."""
 
 MAX_SINGLE_TOKENS = 16
 """Rows of more tokens are computed in chunks."""

@@ -3,13 +3,13 @@
 `state_layout` says where states lie in pages. A layer of the gated delta rule calls `short_conv`
 on its projected tokens and `delta_rule` on the result; both read and write the states of the rows
 in place. Each row is computed alone, so that its result does not depend on the others, bit for bit.
-No function reads a device tensor on the host, and grids depend on shapes and `max_tokens` only, so
-that calls can be captured in CUDA graphs. This module knows no requests, tiers or models.
+No function reads a device tensor on the host, and grids depend on shapes only, so that calls can be
+captured in CUDA graphs. This module knows no requests, tiers or models.
 
 Source: Gated Delta Networks, Yang et al. 2024; the layers of Qwen3-Next, Qwen3.5 and OLMo-Hybrid.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,29 +18,10 @@ from tieredkv.errors import ShapeError
 from tieredkv.kernels import checks, delta_chunks, state_reference
 from tieredkv.kernels.checks import KERNEL_DTYPES, describe, triton_module
 from tieredkv.kernels.state_layout import LayerState, StateRows, StateSpan
+from tieredkv.kernels.state_plan import MAX_STEP_TOKENS
 
 MAX_CONV_WIDTH = 16
 MAX_TRITON_KEY_DIM = 256
-
-MAX_STEP_TOKENS = 256
-"""Rows of more tokens are computed in chunks, which a captured step cannot do, and not one by one.
-The way depends on the row alone."""
-
-
-def make_rows(
-    spans: Sequence[StateSpan], device: torch.device | str, max_tokens: int | None = None
-) -> StateRows:
-    """Upload the rows of a step to a new tensor; a captured step reuses a buffer instead.
-
-    Args:
-        spans: rows of the step.
-        device: of the pool.
-        max_tokens: see `StateRows`; None for the tokens of the longest row.
-    """
-    fields = [field for span in spans for field in span]
-    rows = torch.tensor(fields, dtype=torch.int32).view(-1, len(StateSpan._fields))
-    longest = max((span.num_tokens for span in spans), default=0)
-    return StateRows(spans, rows.to(device), longest if max_tokens is None else max_tokens)
 
 
 def short_conv(
@@ -142,12 +123,12 @@ def delta_rule(
     if shape.key_dim > MAX_TRITON_KEY_DIM:
         most = f"the kernels support at most {MAX_TRITON_KEY_DIM}"
         raise ShapeError(f"key_dim {shape.key_dim} is above the limit; {most}")
-    update: Callable[..., Tensor] = triton_module("delta_rule").delta_rule
+    out = mixed.new_empty(len(mixed), shape.num_heads, shape.value_dim)
     parts = mixed, a, b, a_log, dt_bias, state
-    out = update(*parts, rows, beta_scale, MAX_STEP_TOKENS)
-    for span in rows.spans:
-        if span.num_tokens > MAX_STEP_TOKENS:
-            delta_chunks.delta_rule(*parts, span, beta_scale, out)
+    if rows.chunks is not None:
+        delta_chunks.delta_rule(*parts, rows.chunks, beta_scale, out)
+    if not rows.spans or any(span.num_tokens <= MAX_STEP_TOKENS for span in rows.spans):
+        triton_module("delta_rule").delta_rule(*parts, rows, beta_scale, MAX_STEP_TOKENS, out)
     return out
 
 
@@ -227,6 +208,11 @@ def _check_rows(rows: StateRows, state: LayerState, tokens: Tensor) -> None:
     for span in rows.spans:
         end = span.first_token + span.num_tokens
         is_inside = 0 <= span.row < num_table_rows and 0 <= span.first_token <= end <= len(tokens)
-        if span.num_tokens and not (is_inside and span.num_tokens <= rows.max_tokens):
-            what = f"{span} does not lie within {len(tokens)} tokens, {num_table_rows} rows"
-            raise ShapeError(f"{what} of tables and {rows.max_tokens} tokens of the longest row")
+        if span.num_tokens and not is_inside:
+            what = f"{span} does not lie within {len(tokens)} tokens"
+            raise ShapeError(f"{what} and {num_table_rows} rows of tables")
+        is_planned = (span.num_tokens <= 1 or rows.tiles is not None) and (
+            span.num_tokens <= MAX_STEP_TOKENS or rows.chunks is not None
+        )
+        if not is_planned:
+            raise ShapeError(f"{span} has more tokens than its step was planned for")

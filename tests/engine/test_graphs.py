@@ -39,6 +39,7 @@ from tieredkv.engine.step_buffers import (
 )
 from tieredkv.kernels import prefill_dense
 from tieredkv.kernels.partition import Heads, Latent, Span
+from tieredkv.kernels.state_plan import PlanSize
 from tieredkv.types import ignore_progress
 
 REPLAY = Graph.replay
@@ -72,7 +73,8 @@ def fake_capture(key: GraphKey, buffers: StepBuffers, *args: Any) -> Graph:
     num_kept = 1 if kind == "fresh" else min(num_tokens, num_rows)
     fake: Any = FakeGraph(buffers, num_kept)
     depths = args[2] if len(args) > 2 else ()
-    return Graph(num_tokens, num_kept, kind == "fresh", depths, fake, buffers, fake.output)
+    states = PlanSize.of_any(num_tokens, num_rows)
+    return Graph(num_tokens, num_kept, kind == "fresh", depths, states, fake, buffers, fake.output)
 
 
 def found(steps: Graphs, *rows: BatchRow) -> GraphKey | None:

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tieredkv.kernels import (
+    delta_inputs,
     delta_rule,
     dense_kernels,
     expert_products,
@@ -29,6 +30,7 @@ from tieredkv.kernels import (
     prefill_products,
     routing,
     short_conv,
+    state_plan,
     store_kv,
 )
 from tieredkv.kernels.expert_layout import (
@@ -78,6 +80,11 @@ OTHER_POINTERS = {
     "pool_ptr": "*fp32",
     "tables_ptr": "*i32",
     "rows_ptr": "*i32",
+    "tiles_ptr": "*i32",
+    "bounds_ptr": "*i32",
+    "chunks_ptr": "*i32",
+    "decay_ptr": "*fp32",
+    "states_ptr": "*fp32",
     "words_ptr": "*i32",
     "source_ptr": "*i64",
     "target_ptr": "*i64",
@@ -451,12 +458,13 @@ def compile_routing(hidden_size: int, *, is_short: bool) -> None:
 def compile_states(dtype: torch.dtype, shape: StateShape, *, has_bias: bool) -> None:
     """Compile the kernels of a recurrent layer; the convolution for single tokens and for more."""
     paged = {"PIECES_PER_PAGE": 7, "NUM_FIELDS": 3}
-    for token_tile in (1, short_conv.TOKEN_TILE):
+    for token_tile in (1, state_plan.CONV_TILE):
         compile_kernel(
             short_conv._short_conv_kernel,
             dtype,
             paged
             | ({} if has_bias else {"bias_ptr": None})
+            | ({"tiles_ptr": None} if token_tile == 1 else {})
             | {
                 "NUM_CHANNELS": shape.num_channels,
                 "CONV_WIDTH": shape.conv_width,
@@ -476,6 +484,15 @@ def compile_states(dtype: torch.dtype, shape: StateShape, *, has_bias: bool) -> 
         "VALUE_TILE": delta_rule.NUM_COLUMNS,
     }
     compile_kernel(delta_rule._delta_rule_kernel, dtype, paged | sizes, num_warps=1)
+    dims = {name: sizes[name] for name in ("NUM_HEADS", "NUM_KEY_HEADS", "KEY_DIM", "VALUE_DIM")}
+    dims |= {"DIM_TILE": triton.next_power_of_2(max(shape.key_dim, shape.value_dim))}
+    split = delta_inputs._split_kernel
+    compile_kernel(split, dtype, dims | {"CHUNK": state_plan.CHUNK}, num_warps=8)
+    moved = paged | {"PIECE_ELEMENTS": shape.piece_elements, "TILE": delta_inputs.PIECE_TILE}
+    for is_store in (True, False):
+        compile_kernel(
+            delta_inputs._move_states_kernel, dtype, moved | {"IS_STORE": is_store}, num_warps=4
+        )
 
 
 def compile_first() -> None:

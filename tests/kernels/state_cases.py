@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.kernels.conftest import DEVICE, choose
 from tieredkv.kernels import states
 from tieredkv.kernels.state_layout import LayerState, StateRows, StateSpan
+from tieredkv.kernels.state_plan import PlanSize, make_rows
 from tieredkv.types import StateShape
 
 NUM_LAYERS, LAYER = 3, 1
@@ -42,7 +43,7 @@ class StateCase:
     tables: Tensor
     spans: list[StateSpan]
     beta_scale: float = 1.0
-    max_tokens: int | None = None
+    size: PlanSize | None = None
 
     @property
     def state(self) -> LayerState:
@@ -51,7 +52,7 @@ class StateCase:
 
     @property
     def rows(self) -> StateRows:
-        return states.make_rows(self.spans, self.pool.device, self.max_tokens)
+        return make_rows(self.spans, self.pool.device, self.size)
 
     def copy(self, **changes: object) -> "StateCase":
         """Copy the case with a pool of its own."""
@@ -141,7 +142,7 @@ class StateCase:
         span = self.spans[index]
         own = slice(span.first_token, span.first_token + span.num_tokens)
         tokens = {name: getattr(self, name)[own].clone() for name in ("x", "mixed", "a", "b")}
-        return self.copy(spans=[span._replace(first_token=0)], max_tokens=None, **tokens)
+        return self.copy(spans=[span._replace(first_token=0)], size=None, **tokens)
 
     def cut(self, index: int, num_tokens: int) -> tuple["StateCase", "StateCase"]:
         """Return the first tokens of a row alone, and the others; both have one pool."""

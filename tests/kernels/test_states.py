@@ -3,12 +3,9 @@
 Both are compared with the definition in float64 and with transformers; `state_cases` has the cases.
 """
 
-import importlib
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +19,7 @@ from tests.levels import few
 from tieredkv.errors import ShapeError
 from tieredkv.kernels import state_reference, states
 from tieredkv.kernels.state_layout import StateRows, StateSpan
+from tieredkv.kernels.state_plan import PlanSize, make_rows
 from tieredkv.types import StateShape
 
 RelativeError = Callable[[Tensor, Tensor], float]
@@ -42,14 +40,6 @@ UPDATES = [
     (BROAD, torch.bfloat16),
 ]
 REAL = StateShape(48, 16, 128, 128, 4)
-FLA_CONFIGS = Path(states.__file__).with_name("fla_configs")
-FLA_KERNELS = {
-    "chunk_local_cumsum_scalar_kernel": "fla.ops.utils.cumsum",
-    "chunk_gated_delta_rule_fwd_kernel_h_blockdim64": "fla.ops.common.chunk_delta_h",
-    "chunk_fwd_kernel_o": "fla.ops.common.chunk_o",
-    "recompute_w_u_fwd_kernel": "fla.ops.gated_delta_rule.wy_fast",
-    "chunk_gated_delta_rule_fwd_kkt_solve_kernel": "fla.ops.gated_delta_rule.chunk_fwd",
-}
 
 MIXED = [(1, False), (17, True), (0, False), (3, True), (1, True), (20, False), (2, False)]
 """Rows of (tokens, whether they start at position 0); one is padding, two are long."""
@@ -230,14 +220,8 @@ def test_no_cut_changes_a_bit_of_the_kernels(at: int) -> None:
     assert same_bits(*compare_cut("triton", case, at, StateCase.convolve))
 
 
-@pytest.mark.parametrize("num_programs", [1, 2, 32])
-def test_a_long_row_is_shared_by_any_number_of_programs(
-    relative_error: RelativeError, monkeypatch: pytest.MonkeyPatch, num_programs: int
-) -> None:
-    from tieredkv.kernels import short_conv
-
-    monkeypatch.setattr(short_conv, "MAX_ROW_PROGRAMS", num_programs)
-    case = make_case([(1, False), (50, False)], EQUAL).copy(max_tokens=70)
+def test_tiles_behind_the_end_of_a_row_do_nothing(relative_error: RelativeError) -> None:
+    case = make_case([(1, False), (50, False)], EQUAL).copy(size=PlanSize(5, 9))
     before, (expected, pool) = case.pool.clone(), case.expected_conv()
     assert error_in_rows(relative_error, case, case.convolve("triton"), expected) < 1e-5
     check_pool(relative_error, case, before, pool, 1)
@@ -324,7 +308,7 @@ def test_a_step_without_rows_or_tokens_writes_nothing(backend: str) -> None:
     for case in (
         (some := make_case([(2, False)], SMALL)).copy(spans=[]),
         some.copy(spans=[StateSpan(0, 0, 0)]),
-        some.copy(spans=[StateSpan(0, 0, 0)], max_tokens=5),
+        some.copy(spans=[StateSpan(0, 0, 0)], size=PlanSize(2, 3)),
     ):
         before = case.pool.clone()
         case.convolve(backend)
@@ -393,7 +377,7 @@ def test_copies_that_do_not_fit_are_refused(change: dict[str, Tensor]) -> None:
         {"shape": StateShape(4, 0, 16, 8, 4)},
         {"spans": [StateSpan(0, 4, 5)]},
         {"spans": [StateSpan(1, 0, 2)]},
-        {"max_tokens": 1},
+        {"size": PlanSize(1)},
     ],
 )
 def test_convolutions_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
@@ -433,7 +417,7 @@ def test_rows_that_do_not_fit_are_refused(given: Tensor) -> None:
     case = make_case([(3, False)], SMALL, device="cpu")
     rest = case.x, case.weight, case.bias, case.state
     with refused(ShapeError):
-        states.short_conv(*rest, StateRows(case.spans, given, 3))
+        states.short_conv(*rest, case.rows._replace(rows=given))
 
 
 def test_keys_too_large_for_the_kernels_are_refused() -> None:
@@ -456,6 +440,7 @@ GPU_ROWS = {
     "long": [(200, False)],
     "mixed": [(1, False), (200, True), (0, False), (5, False), (1, True), (33, False)],
 }
+GPU_CHUNKS = [(1, False), (300, True), (0, False), (700, False), (33, False), (257, True)]
 
 
 @pytest.mark.gpu
@@ -505,7 +490,7 @@ def test_on_the_gpu_a_captured_step_follows_new_rows(relative_error: RelativeErr
     with torch.cuda.graph(graph):
         mixed, out = step()
     fewer = [*case.spans[:20], *(it._replace(num_tokens=0) for it in case.spans[20:])]
-    rows.rows.copy_(states.make_rows(fewer, "cuda").rows)
+    rows.rows.copy_(make_rows(fewer, "cuda").rows)
     case.pool.copy_(begun)
     graph.replay()
     torch.cuda.synchronize()
@@ -522,18 +507,75 @@ def test_on_the_gpu_a_captured_step_follows_new_rows(relative_error: RelativeErr
             assert same_bits(case.pool.view(-1)[place], begun.view(-1)[place])
 
 
+def gpu_chunks(rows: list[tuple[int, bool]], size: PlanSize | None = None) -> StateCase:
+    case = make_case(rows, REAL, pieces_per_page=7, dtype=torch.bfloat16, device="cuda")
+    return case.copy(size=size)
+
+
 @pytest.mark.gpu
-def test_on_the_gpu_no_kernel_of_chunks_is_tuned_at_a_start() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("tiles are known for Hopper only")
-    case = make_case([(300, True)], REAL, dtype=torch.bfloat16, device="cuda")
-    case.update()
-    for file in FLA_CONFIGS.glob("*.json"):
-        told = json.loads(file.read_text())["default_config"]
-        kernel: Any = getattr(importlib.import_module(FLA_KERNELS[file.stem]), file.stem)
-        while not hasattr(kernel, "cache"):  # heuristics stand before what is tuned
-            kernel = kernel.fn
-        assert kernel.cache
-        for config in kernel.cache.values():
-            found = {"kwargs": config.kwargs, "num_warps": config.num_warps}
-            assert found == {name: told[name] for name in found}
+def test_on_the_gpu_rows_in_chunks_are_near_the_reference(relative_error: RelativeError) -> None:
+    case = gpu_chunks(GPU_CHUNKS)
+    other = case.copy()
+    expected, out = other.update("reference"), case.update()
+    assert error_in_rows(relative_error, case, out, expected) < 0.02
+    for span in case.spans:
+        if span.num_tokens:
+            place = case.places(span)[0]
+            assert relative_error(case.pool.view(-1)[place], other.pool.view(-1)[place]) < 0.02
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_rows_in_chunks_have_the_same_bits_alone_and_in_a_larger_plan() -> None:
+    batch = gpu_chunks(GPU_CHUNKS)
+    alone = [batch.alone(index) for index in range(len(batch.spans))]
+    padded = batch.copy(size=PlanSize.of_any(2176, 64))
+    out, other = batch.update(), padded.update()
+    assert same_bits(padded.pool, batch.pool)
+    for span, case in zip(batch.spans, alone, strict=True):
+        own = slice(span.first_token, span.first_token + span.num_tokens)
+        assert same_bits(case.update(), out[own])
+        assert same_bits(other[own], out[own])
+        if span.num_tokens:
+            place = batch.places(span)[0]
+            assert same_bits(case.pool.view(-1)[place], batch.pool.view(-1)[place])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("at", [320, 448])
+def test_on_the_gpu_cuts_between_chunks_change_no_bit(at: int) -> None:
+    assert same_bits(*compare_cut("auto", gpu_chunks([(768, False)]), at, StateCase.update))
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_a_captured_step_serves_any_rows_in_chunks() -> None:
+    size = PlanSize.of_any(2176, 64)
+    case = gpu_chunks(GPU_CHUNKS, size)
+    begun, rows = case.pool.clone(), case.rows
+
+    def step(rows: StateRows) -> Tensor:
+        mixed = states.short_conv(case.x, case.weight, case.bias, case.state, rows)
+        rest = case.a, case.b, case.a_log, case.dt_bias, case.state, rows
+        return states.delta_rule(mixed, *rest)
+
+    captured = rows._replace(spans=[])
+    step(captured)  # compile before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(captured)
+    assert rows.tiles is not None and rows.chunks is not None
+    for spans in (case.spans, case.spans[:3], [case.spans[-1]], []):
+        new = make_rows(spans, "cuda", size)
+        assert new.tiles is not None and new.chunks is not None
+        for mine, other in zip(
+            (rows.rows, rows.tiles, *rows.chunks), (new.rows, new.tiles, *new.chunks), strict=True
+        ):
+            mine.copy_(other)
+        case.pool.copy_(begun)
+        graph.replay()
+        replayed, pool = out.clone(), case.pool.clone()
+        case.pool.copy_(begun)
+        if spans:
+            launched = step(make_rows(spans, "cuda"))
+            own = replace(case, spans=spans).tokens()
+            assert same_bits(replayed[own], launched[own])
+        assert same_bits(pool, case.pool)

@@ -1,0 +1,176 @@
+"""What the kernels of recurrent states read of the rows of a step, as the host writes it.
+
+A plan is one array of numbers. Its size depends on counts only, so that a captured step can have
+room for any rows. This module knows counts and places of tokens: no states, no Triton.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tieredkv.kernels.state_layout import ChunkRows, StateRows, StateSpan
+
+MAX_STEP_TOKENS = 256
+"""Rows of more tokens are computed in chunks, and not one by one. The way depends on the row alone,
+so that its result does."""
+
+CHUNK = 64
+"""Tokens of a chunk; cuts of a row at multiples of it change no bit."""
+
+CONV_TILE = 16
+"""Tokens of a tile of the convolution in rows with more than one; at least the inputs that a state
+keeps."""
+
+MAX_CAPTURED_CHUNK_ROWS = 4
+"""Rows in chunks that a captured step has room for. Each costs a little where there are fewer."""
+
+_NO_TILE = 1 << 20
+"""A tile behind the end of any row."""
+
+_FIELDS = len(StateSpan._fields)
+
+
+class PlanSize(NamedTuple):
+    """How much a plan has room for.
+
+    Attributes:
+        num_rows: any rows.
+        num_tiles: tiles of the convolution; 0 if no row has more than one token.
+        num_chunk_rows: rows that are computed in chunks.
+        num_chunks: of these rows; 0 for a step without them.
+    """
+
+    num_rows: int
+    num_tiles: int = 0
+    num_chunk_rows: int = 0
+    num_chunks: int = 0
+
+    @classmethod
+    def of_step(cls, spans: Sequence[StateSpan]) -> "PlanSize":
+        """Return the size for these rows, without any padding."""
+        counts = [span.num_tokens for span in spans]
+        if max(counts, default=0) <= 1:
+            return cls(len(spans))
+        num_tiles = sum(-(-count // CONV_TILE) for count in counts)
+        chunks = [-(-count // CHUNK) for count in counts if count > MAX_STEP_TOKENS]
+        return cls(len(spans), num_tiles, len(chunks), sum(chunks))
+
+    @classmethod
+    def of_any(cls, num_tokens: int, max_rows: int) -> "PlanSize":
+        """Return the size for any rows of so many tokens in all, with few in chunks."""
+        num_rows = min(num_tokens, max_rows)
+        if num_tokens <= MAX_STEP_TOKENS:
+            return cls(num_rows, num_tokens // CONV_TILE + num_rows)
+        most_long = num_tokens // (MAX_STEP_TOKENS + 1)
+        num_long = min(MAX_CAPTURED_CHUNK_ROWS, num_rows, most_long)
+        num_chunks = num_tokens // CHUNK + num_long
+        # A row without tokens stands behind the others; unused chunks are its.
+        return cls(num_rows, num_tokens // CONV_TILE + num_rows, num_long + 1, num_chunks)
+
+    @classmethod
+    def largest(cls, max_tokens: int, max_rows: int) -> "PlanSize":
+        """Return a size with room for each step of at most so many tokens and rows."""
+        num_long = min(max_rows, max_tokens // (MAX_STEP_TOKENS + 1)) + 1
+        num_chunks = max_tokens // CHUNK + num_long + MAX_CAPTURED_CHUNK_ROWS
+        return cls(max_rows, max_tokens // CONV_TILE + max_rows, num_long + 1, num_chunks)
+
+    @property
+    def num_ints(self) -> int:
+        """Length of the plan."""
+        num_ints: int = self.parts()[-1].stop
+        return num_ints
+
+    def parts(self) -> list[slice]:
+        """Return where rows, tiles, and rows, bounds, offsets and chunks in chunks stand.
+
+        Each begins at a multiple of 16 bytes: kernels are compiled for what their pointers divide.
+        """
+        rows, tiles, chunk_rows, chunks = self
+        in_chunks = _FIELDS * chunk_rows, 2 * chunk_rows, 2 * chunk_rows, 2 * chunks
+        end, parts = 0, list[slice]()
+        for length in (_FIELDS * rows, 2 * tiles, *in_chunks):
+            first = -(-end // 4) * 4
+            end = first + length
+            parts.append(slice(first, end))
+        return parts
+
+    def has_room(self, spans: Sequence[StateSpan]) -> bool:
+        """Return whether there is room for all of these rows that are computed in chunks."""
+        num_long = sum(span.num_tokens > MAX_STEP_TOKENS for span in spans)
+        return num_long < self.num_chunk_rows or not num_long
+
+
+def fill(plan: NDArray[np.int32], spans: Sequence[StateSpan], size: PlanSize) -> None:
+    """Write the plan of some rows.
+
+    Args:
+        plan: [at least num_ints] int32.
+        spans: the rows, no more than the size has room for.
+        size: of the plan.
+    """
+    rows, tiles, chunk_rows, bounds, offsets, chunks = (plan[part] for part in size.parts())
+    rows[: _FIELDS * len(spans)] = [field for span in spans for field in span]
+    rows[_FIELDS * len(spans) :] = 0
+    if size.num_tiles:
+        pairs = [
+            (row, tile)
+            for row, span in enumerate(spans)
+            for tile in range(-(-span.num_tokens // CONV_TILE))
+        ]
+        _fill_pairs(tiles, pairs, (0, _NO_TILE))
+    if not size.num_chunk_rows:
+        return
+    long = [span for span in spans if span.num_tokens > MAX_STEP_TOKENS]
+    long.sort(key=lambda span: -span.first_token)
+    chunk_rows[:], bounds[:], offsets[:] = 0, 0, 0
+    pairs = []
+    for index, span in enumerate(long):
+        chunk_rows[_FIELDS * index : _FIELDS * (index + 1)] = span
+        bounds[2 * index : 2 * index + 2] = span.first_token, span.first_token + span.num_tokens
+        offsets[2 * index] = len(pairs)
+        pairs += [(2 * index, chunk) for chunk in range(-(-span.num_tokens // CHUNK))]
+    _fill_pairs(chunks, pairs, (2 * (size.num_chunk_rows - 1), 0))
+
+
+def _fill_pairs(
+    target: NDArray[np.int32], pairs: list[tuple[int, int]], padding: tuple[int, int]
+) -> None:
+    flat = np.array(pairs, dtype=np.int32).reshape(-1)
+    target[: len(flat)] = flat
+    target[len(flat) :].reshape(-1, 2)[:] = padding
+
+
+def view(plan: Tensor, size: PlanSize, spans: Sequence[StateSpan]) -> StateRows:
+    """Return the parts of a plan.
+
+    Args:
+        plan: [at least num_ints] int32 on the device.
+        size: of the plan.
+        spans: the rows, or none where a captured step serves any rows.
+    """
+    rows, tiles, chunk_rows, bounds, offsets, chunks = (plan[part] for part in size.parts())
+    rows, tiles = rows.view(-1, _FIELDS), tiles.view(-1, 2)
+    in_chunks = None
+    if size.num_chunk_rows:
+        in_chunks = ChunkRows(chunk_rows.view(-1, _FIELDS), bounds, offsets, chunks.view(-1, 2))
+    return StateRows(spans, rows, tiles if size.num_tiles else None, in_chunks)
+
+
+def make_rows(
+    spans: Sequence[StateSpan], device: torch.device | str, size: PlanSize | None = None
+) -> StateRows:
+    """Upload the rows of a step to a new tensor; a captured step reuses a buffer instead.
+
+    Args:
+        spans: rows of the step.
+        device: of the pool.
+        size: of the plan; None for a plan without padding.
+    """
+    size = PlanSize.of_step(spans) if size is None else size
+    plan = np.zeros(size.num_ints, dtype=np.int32)
+    fill(plan, spans, size)
+    return view(torch.from_numpy(plan).to(device), size, spans)
