@@ -1,6 +1,8 @@
 """Models with recurrent states go on from their places with the tokens of cold prompts."""
 
+import importlib.metadata
 import random
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +12,12 @@ import pytest
 import torch
 
 from tests.engine.test_families import FAMILIES, make_config, write_checkpoint
+from tests.engine.test_weights import change_config
 from tests.golden import refused
 from tests.levels import few
 from tieredkv import LLM, SamplingParams
 from tieredkv.cache.state_tail import StateTail
+from tieredkv.engine import loader
 from tieredkv.engine.engine_messages import TokenOutput
 from tieredkv.engine.loader import find_model
 from tieredkv.errors import ConfigError, ModelError
@@ -278,3 +282,29 @@ def test_hybrids_that_cannot_be_computed_are_refused(
     config.save_pretrained(tmp_path)
     with refused(ModelError):
         find_model(str(tmp_path), device="cpu")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"linear_num_value_heads": 2}, {"linear_conv_kernel_dim": 3}, {"linear_value_head_dim": 32}],
+)
+def test_weights_of_states_of_another_shape_are_refused_by_name(
+    write: Write, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    shutil.copytree(write(), tmp_path, dirs_exist_ok=True)
+    change_config(tmp_path, **changes)
+    with refused(ModelError, hide={str(tmp_path): "FOLDER"}):
+        find_model(str(tmp_path), device="cpu")
+
+
+def test_a_gpu_without_the_kernels_of_states_is_told(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(loader, "_resolve_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    folder = write()
+    with refused(ModelError, hide={str(folder): "FOLDER"}):
+        find_model(str(folder))
