@@ -367,6 +367,11 @@ class Disk(FakeTier):
         self._add_event(self._at, Held(is_first=True, is_whole=True))
 
     @property
+    def is_full(self) -> bool:
+        """Whether it has to evict a block for each further one."""
+        return len(self.records) >= self._num_blocks
+
+    @property
     def GBps(self) -> float:
         """The device's rate; it may be changed at any time."""
         return self._GBps
@@ -426,7 +431,7 @@ class Disk(FakeTier):
         self._add_event(at, event)
 
     def _finish_write(self, page: Lent) -> None:
-        while len(self.records) >= self._num_blocks:
+        while self.is_full:
             block_hash, record = self.records.popitem(last=False)
             self._add_event(self._at, Gone([block_hash], "capacity", record.size_bytes))
         record = self.records[page.block_hash] = page.record

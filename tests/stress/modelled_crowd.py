@@ -16,6 +16,9 @@ nothing back for running requests or for copies, and have no disk:
     one_pool    one LRU pool as large as both
     unbounded   nothing is ever evicted
 
+A row also says which share of the pages of a full tier hold windows or recurrent states
+(`tail_shares`), and which share are those of them that sessions have gone on past.
+
 Each row lists its seeds as well, so that reports of two commits can be compared seed by seed. Runs
 with the same digest have the same plans and the same times, to the last digit.
 """
@@ -123,6 +126,7 @@ class Run(NamedTuple):
         busy_s, prefill_s: for which the device computed steps, and steps that have prompt tokens.
         prompt_tokens: of the requests whose prefill ended.
         found: the tokens of these that the engine and ideal pools found.
+        tail_pages: see `tail_pages`; one each time that a request was first admitted.
         plans: digest of how all plans divided requests.
     """
 
@@ -131,6 +135,7 @@ class Run(NamedTuple):
     prefill_s: float
     prompt_tokens: int
     found: Counter[str]
+    tail_pages: list[dict[str, float]]
     plans: str
 
     @property
@@ -150,10 +155,13 @@ class ModelledCrowd(crowd.Crowd):
         super().__init__(SimpleNamespace(core=core), None)  # type: ignore[arg-type]
         self.modelled = core
         self._order: dict[Request, None] = {}
+        self._tail_pages = list[dict[str, float]]()
         take = core.scheduler.waiting.take
 
         def note(request: Request) -> None:
-            self._order.setdefault(request)
+            if request not in self._order:
+                self._order[request] = None
+                self._tail_pages.append(tail_pages(core))
             take(request)
 
         core.scheduler.waiting.take = note  # type: ignore[method-assign]
@@ -163,6 +171,7 @@ class ModelledCrowd(crowd.Crowd):
         device, tiers = self.modelled.device, self.modelled.parts.tiers
         busy_s, prefill_s = device.busy_s, device.prefill_s
         self._order.clear()
+        self._tail_pages.clear()
         with digest_of_plans() as plans:
             outcome = serve()
         chains, found = [], Counter[str]()
@@ -176,7 +185,27 @@ class ModelledCrowd(crowd.Crowd):
         found["unbounded"] = one_pool(chains, sum(len(some) for some, _ in chains), block_size)
         times = device.busy_s - busy_s, device.prefill_s - prefill_s
         num_tokens = sum(count for _, count in chains)
-        return Run(outcome, *times, num_tokens, found, plans.hexdigest())
+        pages = [*self._tail_pages]
+        return Run(outcome, *times, num_tokens, found, pages, plans.hexdigest())
+
+
+def tail_pages(core: ModelledCore) -> dict[str, float]:
+    """Return which shares of the pages of host memory and of the disk hold windows or states.
+
+    A tier that is not full is left out. `host_superseded` is the share of those in host memory
+    that sessions have gone on past, which are evicted first.
+    """
+    tiers, disk, found = core.parts.tiers, core.disk, dict[str, float]()
+    host, catalog = tiers.host, tiers.catalog
+    if not host.num_empty:
+        entries = [catalog.get(block_hash) for block_hash in host.hashes]
+        tails = [entry.block_hash for entry in entries if entry is not None and entry.kind]
+        found["host"] = len(tails) / host.num_blocks
+        num_superseded = sum(it in catalog.superseded for it in tails)
+        found["host_superseded"] = num_superseded / host.num_blocks
+    if disk is not None and disk.is_full:
+        found["disk"] = sum(bool(it.kind) for it in disk.records.values()) / len(disk.records)
+    return found
 
 
 @contextmanager
@@ -302,6 +331,12 @@ def figures(runs: Sequence[Run], spec: KVSpec, machine: Machine) -> Row:
     prompt_tokens = sum(run.prompt_tokens for run in runs)
     found = {name: sum(run.found[name] for run in runs) for name in runs[0].found}
     row["hit_rates"] = {name: round(count / prompt_tokens, 4) for name, count in found.items()}
+    pages = [each for run in runs for each in run.tail_pages]
+    names = sorted({name for each in pages for name in each})
+    row["tail_shares"] = {
+        name: round(float(np.mean([each[name] for each in pages if name in each])), 4)
+        for name in names
+    }
     row["device_busy_share"] = sum(run.busy_s for run in runs) / row["wall_s"]
     row["prefill_share"] = sum(run.prefill_s for run in runs) / row["wall_s"]
     return row
@@ -453,6 +488,9 @@ def main() -> None:
                         the same requests in the same order: `inclusive` (VRAM and host memory, each
                         LRU, a block in both stays in both), `one_pool` (one LRU pool as large as
                         both), `unbounded`. Ideal pools have no disk.
+    tail_shares         share of the pages of full tiers that hold windows or states, the mean of
+                        the moments at which requests are first admitted; `host_superseded` is that
+                        of those that sessions have gone on past
     device_busy_share   of the time, in which a step was computed
     prefill_share       of the time, in which a step with prompt tokens was computed
 

@@ -4,13 +4,22 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from tests.golden import told
-from tests.stress.modelled_crowd import compared, inclusive, is_worse, main, one_pool, paired
+from tests.stress.modelled_crowd import (
+    compared,
+    inclusive,
+    is_worse,
+    main,
+    one_pool,
+    paired,
+    tail_pages,
+)
 from tieredkv.bench.crowd import Answer, Outcome
 from tieredkv.types import BlockHash, Tier
 
@@ -35,6 +44,20 @@ def test_ideal_pools_find_what_they_should() -> None:
     assert one_pool(chains, 7, 16) == 48 + 48
     assert inclusive(chains, 4, 4, 16) == 128
     assert one_pool(chains, 0, 16) == 0
+
+
+def test_shares_of_pages_of_states_are_those_of_full_tiers() -> None:
+    kinds = {BlockHash(bytes([index])): index % 2 for index in range(8)}
+    entries = {it: SimpleNamespace(block_hash=it, kind=kind) for it, kind in kinds.items()}
+    catalog = SimpleNamespace(get=entries.get, superseded={BlockHash(b"\1")})
+    host = SimpleNamespace(num_empty=0, num_blocks=10, hashes=[*kinds])
+    disk = SimpleNamespace(is_full=True, records=entries | {b"": SimpleNamespace(kind=1)})
+    parts = SimpleNamespace(tiers=SimpleNamespace(host=host, catalog=catalog))
+    core: Any = SimpleNamespace(parts=parts, disk=disk)
+    assert tail_pages(core) == {"host": 0.4, "host_superseded": 0.1, "disk": 5 / 9}
+    disk.is_full = False
+    host.num_empty = 1
+    assert tail_pages(core) == {}
 
 
 def test_the_planned_arm_is_compared_with_the_better_other_one() -> None:
@@ -72,6 +95,7 @@ def test_sessions_are_run_in_each_arm_and_compared_with_ideal_pools() -> None:
         assert row["sessions"] == 4 and row["answers"] >= 2 * 4
         assert 0 < rates["inclusive"] <= rates["one_pool"] <= rates["unbounded"]
         assert rates["measured"] <= rates["unbounded"]
+        assert row["tail_shares"]["host"] == row["tail_shares"]["host_superseded"] == 0
         assert 0 < row["prefill_share"] < row["device_busy_share"] < 1
     assert none["bytes_written"] == 0 < planned["bytes_written"]
     [comparison] = found["planned_over_better"]
