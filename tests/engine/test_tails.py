@@ -591,7 +591,7 @@ def test_random_histories_in_small_tiers_give_the_tokens_of_cold_prompts(
 ) -> None:
     prompts, (cold, spec) = histories(seed), cold_answers(seed)
     page, num_tails = spec.block_bytes, len(tail_kinds(spec))
-    device_pages = 22 + (3 if spec.states else 10) * num_tails
+    device_pages = (16 if spec.states else 22) + (3 if spec.states else 10) * num_tails
     host_pages = 18 + 9 * num_tails
     sizes = {"device_size": device_pages * page, "host_size": host_pages * page}
     options: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 4}

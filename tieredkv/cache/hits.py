@@ -33,12 +33,14 @@ class Found(NamedTuple):
         known: the blocks of its chain that are a hit.
         pages: the pages of layers with windows that it needs to go on behind them.
         held: of all of these, what VRAM has.
-        num_fresh: how many blocks and pages it lacks, with those that only it will have.
+        num_private: how many pages only it will have; see `Tail.num_private`.
+        num_fresh: how many blocks and pages it lacks, with the private ones.
     """
 
     known: list[Block | None]
     pages: list[Block | None]
     held: list[Block]
+    num_private: int
     num_fresh: int
 
 
@@ -109,13 +111,20 @@ class Hits:
             return hashes[: self._tails.hit_end(chain.tail, num_found, ends)]
         return hashes[: last_end(ends, num_found)]
 
-    def find(self, chain: Chain, num_blocks: int) -> Found:
-        """Return what VRAM has for a request whose table has `num_blocks` blocks."""
+    def find(self, chain: Chain, num_blocks: int, *, is_alone: bool) -> Found:
+        """Return what VRAM has for a request whose table has `num_blocks` blocks.
+
+        Args:
+            chain: of the request.
+            num_blocks: length of its table.
+            is_alone: no other request runs.
+        """
         known, tail = self._tiers.device.find(self.readable(chain)), chain.tail
         pages = self._tails.find(tail, len(known)) if tail is not None else []
         held = [block for block in known + pages if block is not None]
-        num_private = tail.num_private if tail is not None else 0
-        return Found(known, pages, held, num_blocks + len(pages) + num_private - len(held))
+        num_private = tail.num_private(is_alone=is_alone) if tail is not None else 0
+        num_fresh = num_blocks + len(pages) + num_private - len(held)
+        return Found(known, pages, held, num_private, num_fresh)
 
     def num_held(self, chain: Chain) -> int:
         """Return how many blocks at the head of a chain need no computing, by and large.

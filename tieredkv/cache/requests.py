@@ -207,7 +207,7 @@ class TieredCache:
         tail = chain.tail
         if tail is None:
             return num_blocks
-        return num_blocks + len(tail.needed(num_blocks)) + tail.num_private
+        return num_blocks + len(tail.needed(num_blocks)) + tail.num_private(is_alone=False)
 
     # Admission
 
@@ -236,7 +236,7 @@ class TieredCache:
         if not self.is_settled(chain):
             return self._refusal(chain)
         self._expiry.drop_among(chain.hashes)
-        found = self._hits.find(chain, num_blocks)
+        found = self._hits.find(chain, num_blocks, is_alone=is_alone)
         self._tiers.acquire(found.held)
         fresh = self._room.allocate(chain, found.num_fresh, is_alone, makes_room=makes_room)
         if fresh is None:
@@ -272,7 +272,7 @@ class TieredCache:
         self._tails.note_found(tail.of, tail)
         self._hits.take_pages(tail, found.pages, fresh)
         if isinstance(tail, StateTail):
-            tail.hold_state([*itertools.islice(fresh, tail.num_private)])
+            tail.hold_state([*itertools.islice(fresh, found.num_private)])
         self._admitted[tail] = None
         self._promoter.end_prefetch(tail)
 

@@ -145,6 +145,9 @@ class Room:
         """
         chain = tail.of
         if lacking := tail.lacking(first, end):
+            device = self._tiers.device
+            if device.num_free_for(chain.tenant) < len(lacking):
+                device.release(tail.pass_last(), after=self._tiers.device_link.num_steps)
             fresh = self.allocate(chain, len(lacking), is_alone)
             if fresh is None and tail.is_optional and not self.is_waiting(chain):
                 return True
@@ -221,7 +224,7 @@ class Room:
         """
         device, at_most = self._tiers.device, sys.maxsize if is_alone else MAX_AHEAD
         num_empty = device.num_empty
-        found = self._hits.find(chain, num_blocks)
+        found = self._hits.find(chain, num_blocks, is_alone=is_alone)
         num_fresh = found.num_fresh
         self._tiers.acquire(found.held)
         if self.is_waiting(chain):

@@ -28,8 +28,13 @@ class StateTail(Tail):
     A copy is made before the step in which the request goes on, when the host knows all tokens
     before it. Behind its prompt a request keeps one copy, which it moves on as it generates.
 
+    A request that is preempted goes on from its last copy. So it holds that one until there is a
+    later one, and if it runs beside others it holds pages for the first copy from its admission on:
+    when a request is preempted, no page has been free for some time.
+
     Attributes:
         state: the pages of the state itself.
+        spare: the pages for the first copy, until it is made; none if it was admitted alone.
         num_prompt_blocks: blocks of the prompt; behind them, each place is kept until the next.
         at: the number of blocks behind which the state stands; None if it is within a block.
         copied_at: the same for the last copy; 0 if there is none.
@@ -39,6 +44,7 @@ class StateTail(Tail):
     """
 
     state: list[Block] = field(default_factory=list)
+    spare: list[Block] = field(default_factory=list)
     num_prompt_blocks: int = 0
     at: int | None = 0
     copied_at: int = 0
@@ -50,10 +56,9 @@ class StateTail(Tail):
         Tail.__post_init__(self)
         self.tables = []  # no step reads what is kept
 
-    @property
-    def num_private(self) -> int:
-        """How many pages a request holds for itself as long as it runs."""
-        return len(self.kinds)
+    def num_private(self, *, is_alone: bool) -> int:
+        """Return how many pages a request holds for itself: its state, and room for a copy."""
+        return (1 if is_alone else 2) * len(self.kinds)
 
     @property
     def pages_beside(self) -> int:
@@ -73,7 +78,7 @@ class StateTail(Tail):
     @property
     def num_held(self) -> int:
         """How many pages the request holds."""
-        return len(self.state) + len(self._held) * len(self.kinds)
+        return len(self.state) + len(self.spare) + len(self._held) * len(self.kinds)
 
     @property
     def state_ids(self) -> "array[int]":
@@ -109,9 +114,10 @@ class StateTail(Tail):
         self.at, self.copied_at, self.computed_at = 0, 0, math.inf
 
     def hold_state(self, pages: Sequence[Block]) -> None:
-        """Take the pages of the state itself."""
-        self.state = [*pages]
-        self.copies = [(ZEROS, page.block_id) for page in pages]
+        """Take the pages of the state itself, and behind them those for the first copy, if any."""
+        num_kinds = len(self.kinds)
+        self.state, self.spare = [*pages[:num_kinds]], [*pages[num_kinds:]]
+        self.copies = [(ZEROS, page.block_id) for page in self.state]
 
     def hold(self, index: int, block: Block) -> None:
         """Hold a page of a place."""
@@ -129,6 +135,10 @@ class StateTail(Tail):
             return []
         if self.copied_at - 1 in self._held and not self._is_kept(self.copied_at):
             self._move(self.copied_at, place)
+        elif self.spare and place - 1 not in self._held:
+            for index, page in zip(self.needed(place), self.spare, strict=True):
+                self.hold(index, page)
+            self.spare = []
         return [index for index in self.needed(place) if self.blocks[index] is NO_PAGE]
 
     def note_held(self) -> None:
@@ -201,10 +211,17 @@ class StateTail(Tail):
 
     def passed(self, num_computed: int) -> Collection[int]:
         """Return the blocks whose pages the request needs no more."""
-        passed = self._held - {self.hit_end - 1}
-        if not self._is_kept(self.copied_at):
-            passed.discard(self.copied_at - 1)
-        return passed
+        return self._held - {self.hit_end - 1, self.copied_at - 1}
+
+    def pass_last(self) -> list[Block]:
+        """Return the pages of the last copy, to be released to make room for a later one."""
+        last, pages = self.copied_at - 1, list[Block]()
+        if last in self._held and last != self.hit_end - 1:
+            for index in reversed(self.needed(self.copied_at)):
+                pages.append(self.blocks[index])
+                self.blocks[index] = NO_PAGE
+            self._held.discard(last)
+        return pages
 
     def passed_before(self, end: int) -> Collection[int]:
         """Return the blocks before `end` of which pages are held: none but those of places."""
@@ -220,7 +237,7 @@ class StateTail(Tail):
 
     def with_pages(self, blocks: Sequence[Block]) -> list[Block]:
         """Return what the request holds: its state, then its blocks, each behind its pages."""
-        found, num_kinds = [*self.state], len(self.kinds)
+        found, num_kinds = [*self.spare, *self.state], len(self.kinds)
         for index in reversed(range(len(blocks))):
             if index in self._held:
                 found += self.blocks[index * num_kinds : (index + 1) * num_kinds]
@@ -230,14 +247,15 @@ class StateTail(Tail):
     def end(self) -> None:
         """Forget what the request holds."""
         Tail.end(self)
-        self.state, self.copies, self._held = [], [], set()
+        self.state, self.spare, self.copies, self._held = [], [], [], set()
         self.at, self.copied_at = 0, 0
 
     def check(self) -> None:
         """Raise IntegrityError if a page that is held is not that of its place."""
         if len(self.row) != len(self.hashes):
             raise IntegrityError(f"{len(self.hashes)} pages have {len(self.row)} states")
-        if any(page.ref_count < 1 or page.block_hash is not None for page in self.state):
+        own = [*self.state, *self.spare]
+        if any(page.ref_count < 1 or page.block_hash is not None for page in own):
             raise IntegrityError("a page of a running request's state is not its own")
         held = {block for block in self._held for _ in self.kinds}
         found = {i // len(self.kinds) for i, it in enumerate(self.blocks) if it is not NO_PAGE}

@@ -222,9 +222,12 @@ class Tail(Chain):
         """Of how many of the last blocks before its end a hit needs pages; at least of one."""
         return max(1, *(kind.num_blocks for kind in self.kinds))
 
-    @property
-    def num_private(self) -> int:
-        """How many pages a request holds for itself as long as it runs."""
+    def num_private(self, *, is_alone: bool) -> int:
+        """Return how many pages a request holds for itself from its admission on.
+
+        Args:
+            is_alone: no other request runs that could have it preempted.
+        """
         return 0
 
     @property
@@ -388,6 +391,10 @@ class Tail(Chain):
         kept = self.kept_within(max(self.num_done, self.first_held), end)
         self.num_done = max(self.num_done, end)
         return kept
+
+    def pass_last(self) -> list[Block]:
+        """Return pages that the request holds only in case it is preempted, to be released."""
+        return []
 
     @property
     def last_end(self) -> int:
