@@ -4,10 +4,11 @@ import importlib.metadata
 import random
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,12 +17,13 @@ from tests.engine.test_weights import change_config
 from tests.golden import refused
 from tests.levels import few
 from tieredkv import LLM, SamplingParams
+from tieredkv.cache.presence import Presence
 from tieredkv.cache.state_tail import StateTail
 from tieredkv.engine import loader
 from tieredkv.engine.engine_messages import TokenOutput
 from tieredkv.engine.loader import find_model
 from tieredkv.errors import ConfigError, ModelError
-from tieredkv.types import STATE_GRID_TOKENS, Tier
+from tieredkv.types import STATE_GRID_TOKENS, BlockHash, Tier
 
 GRID = STATE_GRID_TOKENS
 Write = Callable[..., Path]
@@ -151,6 +153,30 @@ def test_states_come_back_from_host_memory_and_disk_and_after_a_restart(
         answer, num_found = generate(llm, turn)
         assert answer == expected
         assert num_found == 384 or restore == "auto"
+
+
+def test_of_a_disk_that_has_not_told_what_it_has_few_parts_of_states_are_asked_for(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, asked = tokens(400, seed=4), list[BlockHash]()
+    options: dict[str, Any] = {"disk_dir": str(tmp_path / "store"), "disk_size": "64MiB"}
+    options |= {"restore": "load", "default_retention": "24h"}
+    with open_llm(write(), **options) as llm:
+        tiers, spec = llm.core.parts.tiers, llm.core.kv_spec
+        expected, _ = generate(llm, prompt)
+        assert llm.core.cache.flush(Tier.DISK, deadline=time.monotonic() + 20)
+        monkeypatch.setattr(Presence, "until", lambda _, hashes: np.zeros(len(hashes), "<u4"))
+        tiers.presence.is_whole, look_up = False, tiers.disk_link.look_up
+
+        def note(hashes: Sequence[BlockHash], use: Callable[..., object]) -> None:
+            asked.extend(hashes)
+            look_up(hashes, use)
+
+        monkeypatch.setattr(tiers.disk_link, "look_up", note)
+        answer, num_found = generate(llm, prompt)
+    assert (answer, num_found) == (expected, 384)
+    assert len({*asked}) == len(prompt) // 16 + 384 // GRID + spec.state_pages - 1
+    assert len(asked) <= len({*asked}) + 1  # the age of a block that was computed again
 
 
 @pytest.mark.parametrize(

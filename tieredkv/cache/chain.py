@@ -94,6 +94,11 @@ class Chain:
         return {hashes[index] for index, second in enumerate(until) if second > now}
 
     @property
+    def named(self) -> Iterable[tuple[int, BlockHash]]:
+        """The blocks by index, with their names."""
+        return enumerate(self.hashes)
+
+    @property
     def last_end(self) -> int:
         """Behind how many blocks a hit may end at most."""
         return len(self.hashes) if self.read_ends is None else max(self.read_ends, default=0)

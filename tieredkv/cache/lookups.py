@@ -66,6 +66,10 @@ class Lookups:
             question = self._questions[chain] = _Question(chain, time.monotonic())
             tiers.disk_link.look_up(unknown, partial(self._take, question))
 
+    def has_asked(self, chain: Chain, hashes: Collection[BlockHash]) -> bool:
+        """Return whether the disk was asked for all of these blocks of a chain."""
+        return self._asked.get(chain, set()).issuperset(hashes)
+
     def is_settled(self, chain: Chain) -> bool:
         """Return whether a chain's lookup has ended or took too long, or there was none."""
         if (question := self._questions.get(chain)) is None:
@@ -87,7 +91,7 @@ class Lookups:
             return
         del self._questions[chain]
         times_of = self._tiers.disk_link.times_of
-        for index, block_hash in enumerate(chain.hashes) if found else ():
+        for index, block_hash in chain.named if found else ():
             if (data := found.get(block_hash)) is not None:
                 until = self._answers.setdefault(chain, {})
                 until[index] = math.ceil(times_of(data).expires_at)

@@ -7,7 +7,7 @@ request holds few of them at a time.
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, overload
 
@@ -136,6 +136,12 @@ class PageHashes(Sequence[BlockHash]):
             alone = self._alone[index] = self._names.one_of(self._of.hashes[block], number)
         return alone
 
+    def named(self) -> Iterator[tuple[int, BlockHash]]:
+        """Return the pages that were asked for so far, with their names, in any order."""
+        yield from self._alone.items()
+        for block, names in self._made.items():
+            yield from enumerate(names, block * len(self._names))
+
     def of_blocks(self, blocks: Iterable[int]) -> list[BlockHash]:
         """Return the names of all pages of these blocks."""
         made, hashes, found = self._made, self._of.hashes, list[BlockHash]()
@@ -157,6 +163,8 @@ class Tail(Chain):
         grid: behind a multiple of how many blocks a hit may end.
         tables: for each kind the ids of the pages that the request holds, by block; other cells
             have no meaning.
+        num_needed: of how many of the last blocks before its end a hit needs pages; at least of
+            one.
         most_end: behind how many blocks a hit may end, which leaves a token to compute.
         hit_end: behind how many blocks the request will go on from pages that it found; 0 if it
             computes all tokens from where it is.
@@ -176,6 +184,7 @@ class Tail(Chain):
     interval: Interval
     grid: int = 1
     tables: list["array[int]"] = field(init=False)
+    num_needed: int = field(init=False)
     most_end: int = 0
     hit_end: int = 0
     junction: int = 0
@@ -189,6 +198,7 @@ class Tail(Chain):
     def __post_init__(self) -> None:
         Chain.__post_init__(self)
         self.tables = [array("i") for _ in self.kinds]
+        self.num_needed = max(1, *(kind.num_blocks for kind in self.kinds))
 
     @classmethod
     def beside(
@@ -216,11 +226,6 @@ class Tail(Chain):
     def add_blocks(self, number: int) -> None:
         """Add the pages of so many more blocks."""
         self.row.append_computed(number * len(self.kinds))
-
-    @property
-    def num_needed(self) -> int:
-        """Of how many of the last blocks before its end a hit needs pages; at least of one."""
-        return max(1, *(kind.num_blocks for kind in self.kinds))
 
     def num_private(self, *, is_alone: bool) -> int:
         """Return how many pages a request holds for itself from its admission on.
@@ -292,6 +297,13 @@ class Tail(Chain):
         """Return the names of all pages of these blocks."""
         names: Any = self.hashes
         found: list[BlockHash] = names.of_blocks(blocks)
+        return found
+
+    @property
+    def named(self) -> Iterable[tuple[int, BlockHash]]:
+        """The pages whose names are known so far, in any order."""
+        names: Any = self.hashes
+        found: Iterator[tuple[int, BlockHash]] = names.named()
         return found
 
     @property

@@ -21,7 +21,11 @@ from tieredkv.cache.row import State
 from tieredkv.cache.state_tail import StateTail
 from tieredkv.cache.tail import NO_PAGE, Tail
 from tieredkv.cache.tiers import Tiers
+from tieredkv.pieces import cut
 from tieredkv.types import BlockHash
+
+PLACES_AT_ONCE = 16
+"""Places whose states are looked for at once, until one is found."""
 
 
 class Tails:
@@ -43,7 +47,29 @@ class Tails:
         tiers = self._tiers
         if tiers.store is None or not tiers.can_load or tiers.presence.is_whole:
             return []
-        return tiers.host.missing(tiers.device.missing(tail.hashes))
+        hashes = self._parts_to_ask(tail) if isinstance(tail, StateTail) else tail.hashes
+        return tiers.host.missing(tiers.device.missing(hashes))
+
+    def _parts_to_ask(self, tail: StateTail) -> list[BlockHash]:
+        """Return one part of the state of each place, and the others of the last that has this one.
+
+        Those others are left out where some of them are known to be missing.
+        """
+        parts = self._first_parts(tail, tail.possible(range(tail.most_end + 1)))
+        hashes = [tail.hashes[index] for index in parts]
+        absent = self._absent(tail, parts, hashes)
+        for index, block_hash in zip(reversed(parts), reversed(hashes), strict=True):
+            if block_hash in absent:
+                continue
+            others = range(index + 1, index + len(tail.kinds))
+            missing = self._absent(tail, others, tail.hashes[others.start : others.stop])
+            if not (missing and self._lookups.has_asked(tail, missing)):
+                return [*hashes, *missing]
+        return hashes
+
+    def _first_parts(self, tail: StateTail, ends: Sequence[int]) -> list[int]:
+        """Return the first page of the state of each of some places."""
+        return [tail.needed(end).start for end in ends if end]
 
     def hit_end(self, tail: Tail, num_found: int, ends: Sequence[int]) -> int:
         """Return behind how many blocks a hit ends, the first `num_found` of which are there.
@@ -62,14 +88,16 @@ class Tails:
     def _state_end(self, tail: StateTail, ends: Sequence[int]) -> int:
         """Return the last of some places at which no tier lacks a part of the state; 0 if none is.
 
-        Of each place one part is asked for, and the others where that one is there.
+        Of each place one part is looked for, and the others where that one is there; the last
+        places come first, so that of most no part needs a name.
         """
-        parts = [tail.needed(end).start for end in ends if end]
-        absent = self._absent(tail, parts, [tail.hashes[index] for index in parts])
-        for index in reversed(parts):
-            block = index // len(tail.kinds)
-            if tail.hashes[index] not in absent and not self._missing(tail, [block]):
-                return block + 1
+        for some in cut(ends[::-1], PLACES_AT_ONCE):
+            parts = self._first_parts(tail, some)
+            absent = self._absent(tail, parts, [tail.hashes[index] for index in parts])
+            for index in parts:
+                block = index // len(tail.kinds)
+                if tail.hashes[index] not in absent and not self._missing(tail, [block]):
+                    return block + 1
         return 0
 
     def _missing(self, tail: Tail, blocks: Sequence[int]) -> list[int]:
