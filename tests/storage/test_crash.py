@@ -66,10 +66,14 @@ def survive_kills(harness: Harness, rounds: int, seed: int) -> Counter[str]:
     counted = Counter[str]()
     for round_ in range(rounds):
         chain = f"round {round_}"
-        fresh = [make_record(chain, position, root=root) for position in range(BLOCKS_A_ROUND)]
-        fresh += pages_of(fresh)
+        blocks = [make_record(chain, position, root=root) for position in range(BLOCKS_A_ROUND)]
+        fresh = [*blocks, *pages_of(blocks)]
         random_.shuffle(fresh)
         brief, doomed = fresh[0], [fresh[1].block_hash]
+        leaving = {brief.block_hash, *doomed}  # and with a block, its pages
+        leaving |= {
+            it.block_hash for it in pages_of([b for b in blocks if b.block_hash in leaving])
+        }
         fresh[0] = replace(brief, expires_at=brief.computed_at + EXPIRES_AFTER_S)
         tried |= {record.block_hash: record for record in fresh}
         mail.fill(fresh)
@@ -93,7 +97,7 @@ def survive_kills(harness: Harness, rounds: int, seed: int) -> Counter[str]:
         for stored in stored_before + mail.take(Stored, len(fresh) - len(stored_before)):
             counted["stores cut off"] += not stored.ok
             block_hash = client.block_of(stored)
-            if stored.ok and block_hash not in (brief.block_hash, *doomed):
+            if stored.ok and block_hash not in leaving:
                 acknowledged[block_hash] = tried[block_hash]
         for loaded in mail.take(Loaded, len(items)):
             if loaded.ok:
