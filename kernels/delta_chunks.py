@@ -23,8 +23,8 @@ from tieredkv.kernels.state_layout import ChunkRows, LayerState, StateSpan
 from tieredkv.kernels.state_plan import CHUNK
 from tieredkv.types import StateShape
 
-VERSION = "0.6"
-"""The version of fla-core whose kernels are known to take and give states as these do."""
+VERSION = "0.6.0"
+"""The version of fla-core whose kernels are known. Their arguments are no part of its interface."""
 
 _STATE_COLUMNS = 32
 """Of a state, which a program takes from chunk to chunk."""
@@ -39,7 +39,7 @@ def why_missing() -> str | None:
         found = importlib.metadata.version("fla-core")
     except importlib.metadata.PackageNotFoundError:
         found = None
-    if found is not None and found.startswith(f"{VERSION}."):
+    if found == VERSION:
         return None
     has = "it is not installed" if found is None else f"version {found} is installed"
     what = f"recurrent layers need fla-core {VERSION} on a GPU, and {has}"

@@ -58,7 +58,7 @@ class Lives:
         self._num_lives += 1
         self._acknowledged, now = set(), Clock(str(self._clock_file)).now()
         self._there = {it: until for it, until in self._there.items() if until > now}
-        how = {"disk_dir": str(self._store), "disk_size": "5MiB", "disk_encryption": "off"}
+        how = {"disk_dir": str(self._store), "disk_size": "8MiB", "disk_encryption": "off"}
         with (
             patch.dict(os.environ, {CLOCK_OFFSET_VARIABLE: str(self._clock_file)}),
             patch.object(DiskLink, "poll", self._noting(DiskLink.poll)),
