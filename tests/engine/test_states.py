@@ -203,6 +203,21 @@ def test_a_request_that_is_sent_back_goes_on_where_it_was(
         assert llm.core.scheduler.num_computed_tokens <= 1.1 * most
 
 
+def test_the_disk_is_asked_for_states_of_blocks_that_have_names_only(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_llm(write(), disk_dir=str(tmp_path), disk_size="8MiB") as llm:
+        monkeypatch.setattr(llm.core.parts.tiers.presence, "is_whole", False)
+        prompt = tokens(200, seed=0)
+        chain = llm.core._chains.make(llm.make_request(prompt, SamplingParams()), prompt)
+        tail, tails = chain.tail, llm.core.cache._tails
+        assert isinstance(tail, StateTail)
+        asked = tails.unknown(tail)
+        tail.most_end += 20  # as of a request that was sent back with tokens that it had generated
+        assert tails.unknown(tail) == asked
+        assert len(asked) >= 200 // GRID
+
+
 def test_requests_that_share_a_prefix_go_on_where_the_first_ones_have_parted(write: Write) -> None:
     shared = tokens(600, seed=6)
     prompts = [shared + tokens(40, seed=n) for n in range(6)]

@@ -55,7 +55,8 @@ class Tails:
 
         Those others are left out where some of them are known to be missing.
         """
-        parts = self._first_parts(tail, tail.possible(range(tail.most_end + 1)))
+        most = min(tail.most_end, len(tail.of.hashes))  # generated tokens may lack their hashes
+        parts = self._first_parts(tail, tail.possible(range(most + 1)))
         hashes = [tail.hashes[index] for index in parts]
         absent = self._absent(tail, parts, hashes)
         for index, block_hash in zip(reversed(parts), reversed(hashes), strict=True):
