@@ -5,6 +5,7 @@ buffer and copied into one on the device, whatever the step. It knows rows of to
 knows no model and no requests.
 """
 
+import functools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -436,7 +437,7 @@ class Layout:
         """About how many pairs there are of a token and a token that it attends to."""
         return sum(pairs(n - length, n) for _, _, length, n in self.spans)
 
-    @property
+    @functools.cached_property
     def state_spans(self) -> list[StateSpan]:
         """The tokens that change each request's recurrent state."""
         return [StateSpan(row, first, length) for row, first, length, _ in self.spans]

@@ -1,8 +1,7 @@
-"""Triton kernels around the chunked gated delta rule: its inputs, and the states of a row.
+"""Triton kernels around the chunked gated delta rule: its inputs, and the states of rows.
 
 They make of the tokens and pages of some rows the tensors that fla-core takes, and put the states
-back.
-Callers go through `tieredkv.kernels.delta_chunks`; this module checks no tensors. References:
+back. Callers go through `tieredkv.kernels.delta_chunks`; this module checks no tensors. References:
 `split_heads`, `gates` and `find_pieces` of `tieredkv.kernels.state_reference`.
 """
 
