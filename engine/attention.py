@@ -103,7 +103,7 @@ class StepStates(NamedTuple):
     """Where the recurrent states are that a step changes.
 
     Attributes:
-        tables: [num_requests, num_state_pages] int32 on the device.
+        tables: see `BlockTables.states`.
         rows: of the step.
     """
 

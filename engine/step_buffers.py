@@ -21,6 +21,7 @@ from tieredkv.kernels.partition import Batch, Span
 from tieredkv.kernels.state_layout import StateSpan
 from tieredkv.kernels.state_plan import PlanSize
 from tieredkv.steps import pairs
+from tieredkv.types import MAX_KEPT_WITHIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class BatchRow:
             changes; without them it is that of the first pages of the pool.
         copies: ids of pages that are copied before the step, from and to; a negative one stands for
             a page of zeros.
+        kept: at most `MAX_KEPT_WITHIN` numbers of these tokens, ascending, neither none nor all of
+            them, each with the ids of further pages to which the state behind so many is written.
         table_key: who the block table belongs to. While the key of a request index stays the same,
             cells that a row has covered change no more. With None, every cell may have changed.
     """
@@ -60,6 +63,7 @@ class BatchRow:
     table_key: int | None = None
     state_pages: Sequence[int] = ()
     copies: Sequence[tuple[int, int]] = ()
+    kept: Sequence[tuple[int, Sequence[int]]] = ()
 
     @property
     def context_len(self) -> int:
@@ -101,7 +105,8 @@ class BlockTables:
 
     Attributes:
         tensor: [num_page_kinds, num_requests + 2, max_blocks] int32 on the device.
-        states: [num_requests, num_state_pages] int32 on the device, where recurrent states are.
+        states: [(1 + MAX_KEPT_WITHIN) * num_requests, num_state_pages] int32 on the device, where
+            recurrent states are; see `kept_row`.
         fresh_row: see `copy_fresh`.
         copied: the device has read what was pinned for the last step, the tables' own changes and
             the step's buffers; None off CUDA.
@@ -127,7 +132,7 @@ class BlockTables:
         # one is read by captured steps that know where their only request's table lies.
         self.tensor = torch.zeros(shape, dtype=torch.int32, device=device)
         self.states = torch.arange(num_state_pages, dtype=torch.int32, device=device)
-        self.states = self.states.repeat(num_requests, 1)
+        self.states = self.states.repeat((1 + MAX_KEPT_WITHIN) * num_requests, 1)
         self.spare_cell, self.fresh_row = num_requests * max_blocks, num_requests + 1
         self.copied = torch.cuda.Event() if device.type == "cuda" else None
 
@@ -152,8 +157,9 @@ class BlockTables:
                 # Between two rows of a request may lie blocks that were loaded, not computed.
                 first = min(row.start // block_size, self._num_known[owner])
             elif row.state_pages:
-                pages = torch.tensor(row.state_pages, dtype=torch.int32)
-                self.states[owner].copy_(pages, non_blocking=True)
+                self._upload_states(owner, row.state_pages)
+            for number, (_, pages) in enumerate(row.kept):
+                self._upload_states(kept_row(owner, number, self.num_requests), pages)
             self._keys[owner], self._num_known[owner] = row.table_key, end
             for kind, table in enumerate((row.block_table, *row.tail_tables)):
                 assert len(table) >= end, f"{len(table)} blocks for {row.context_len} tokens"
@@ -166,11 +172,25 @@ class BlockTables:
                 small_copies.copy(*part)
         return cells, block_ids
 
+    def _upload_states(self, row: int, pages: Sequence[int]) -> None:
+        self.states[row].copy_(torch.tensor(pages, dtype=torch.int32), non_blocking=True)
+
     def copy_fresh(self, span: Span) -> None:
         """Copy the table of a step's only request to `fresh_row`; `update` has left no cell out."""
         num_blocks = -(-span.context_len // self.block_size)
         for tables in self.tensor:
             small_copies.copy(tables[span.row, :num_blocks], tables[self.fresh_row, :num_blocks])
+
+
+def kept_row(owner: int, number: int, num_requests: int) -> int:
+    """Return in which row of the tables the pages are where a step keeps a request's state.
+
+    Args:
+        owner: index of the request.
+        number: of the place within the step's tokens.
+        num_requests: the most that run; the first rows are those of their states themselves.
+    """
+    return (1 + number) * num_requests + owner
 
 
 class Plans(NamedTuple):
@@ -427,6 +447,7 @@ class Layout:
         if len(self.last) in (0, end) or len(self.last) < len(self.kept):
             self.last = []
         self.num_tokens, self._kinds = end, kinds
+        self._rows, self._num_requests = rows, spare_index
         self.shares = self._share_out(may_be_dense=True, may_be_products=True)
         self.has_chunks = end > len(self.spans)
         is_alone = len(self.spans) == 1 and any(shares.dense for shares in self.shares)
@@ -440,7 +461,12 @@ class Layout:
     @functools.cached_property
     def state_spans(self) -> list[StateSpan]:
         """The tokens that change each request's recurrent state."""
-        return [StateSpan(row, first, length) for row, first, length, _ in self.spans]
+        spans = list[StateSpan]()
+        for row, (owner, first_token, length, _) in zip(self._rows, self.spans, strict=True):
+            places = enumerate(num_tokens for num_tokens, _ in row.kept)
+            kept = tuple((at, kept_row(owner, n, self._num_requests)) for n, at in places)
+            spans.append(StateSpan(owner, first_token, length, kept))
+        return spans
 
     @property
     def has_products(self) -> bool:

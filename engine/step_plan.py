@@ -105,7 +105,7 @@ class StepPlan:
         end = self._end_within(request, start, budget)
         if (most := self._cache.compute_end(chain, first)) is not None:
             end = min(end, most * size)
-        end = tail.step_end(start, end, size, is_last=end == request.num_tokens)
+        end = tail.step_end(start, end, is_last=end == request.num_tokens)
         write_from, blocks = start, chain.blocks[: len(chain.hashes)]
         is_ready = [block.is_ready for block in blocks[first : -(-end // size)]]
         if end > start and is_ready[:1] == [True]:
@@ -132,7 +132,7 @@ class StepPlan:
             self._claimed.update(block.block_id for block in chain.blocks[first:last])
             self._cache.begin_compute(chain, first, last)
         tail = chain.tail
-        state, copies = self._cache.take_state(chain)
+        state = self._cache.take_state(chain, start, end)
         row = BatchRow(
             token_ids=request.token_ids[start:end],
             start=start,
@@ -143,8 +143,9 @@ class StepPlan:
             all_logits=request.num_unscored_tokens > 0,
             request_index=request.request_index,
             table_key=request.table_key,
-            state_pages=state,
-            copies=copies,
+            state_pages=state.pages,
+            copies=state.copies,
+            kept=state.kept,
         )
         self.rows.append(ScheduledRow(request, row))
         return end - start

@@ -92,8 +92,8 @@ def _split_kernel(
 @triton.jit(do_not_specialize=["tables_stride", "first_piece"])
 def _move_states_kernel(
     states_ptr, pool_ptr, tables_ptr, rows_ptr, pool_stride, tables_stride, first_piece,
-    IS_STORE: tl.constexpr, NUM_FIELDS: tl.constexpr, PIECES_PER_PAGE: tl.constexpr,
-    PIECE_ELEMENTS: tl.constexpr, TILE: tl.constexpr,
+    IS_STORE: tl.constexpr, PIECES_PER_PAGE: tl.constexpr, PIECE_ELEMENTS: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Copy a tile of the state of one head of a row from its page, or to it if IS_STORE.
 
@@ -101,14 +101,14 @@ def _move_states_kernel(
     programs of a row without tokens return at once. Bytes moved: 1 read and 1 write of each state.
     """
     head, num_heads = tl.program_id(0), tl.num_programs(0)
-    row_ptr = rows_ptr + NUM_FIELDS * tl.program_id(2)
+    row_ptr = rows_ptr + 3 * tl.program_id(2)
     if tl.load(row_ptr + 2) == 0:
         return
+    table_row = tl.load(row_ptr + (1 if IS_STORE else 0)).to(tl.int64)
     element = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = element < PIECE_ELEMENTS
     piece = first_piece + head
-    table_ptr = tables_ptr + tl.load(row_ptr).to(tl.int64) * tables_stride
-    page = tl.load(table_ptr + piece // PIECES_PER_PAGE).to(tl.int64)
+    page = tl.load(tables_ptr + table_row * tables_stride + piece // PIECES_PER_PAGE).to(tl.int64)
     place = pool_ptr + page * pool_stride + piece % PIECES_PER_PAGE * PIECE_ELEMENTS + element
     sequence = (2 * tl.program_id(2)).to(tl.int64)
     state = states_ptr + (sequence * num_heads + head) * PIECE_ELEMENTS + element
@@ -160,7 +160,7 @@ def load_states(state: LayerState, rows: ChunkRows) -> Tensor:
 
 
 def store_states(state: LayerState, rows: ChunkRows, states: Tensor) -> None:
-    """Write the states of rows, as `load_states` returns them, to their pages."""
+    """Write the states that rows end with, as `load_states` returns states, to pages."""
     _move_states(state, rows, states, is_store=True)
 
 
@@ -169,6 +169,6 @@ def _move_states(state: LayerState, rows: ChunkRows, states: Tensor, *, is_store
     tile = min(PIECE_TILE, triton.next_power_of_2(size))
     _move_states_kernel[(state.shape.num_heads, triton.cdiv(size, tile), len(rows.rows))](
         states, state.pool, state.tables, rows.rows, state.pool.stride(0), state.tables.stride(0),
-        state.first_piece, IS_STORE=is_store, NUM_FIELDS=rows.rows.shape[1],
-        PIECES_PER_PAGE=state.pieces_per_page, PIECE_ELEMENTS=size, TILE=tile, num_warps=4,
+        state.first_piece, IS_STORE=is_store, PIECES_PER_PAGE=state.pieces_per_page,
+        PIECE_ELEMENTS=size, TILE=tile, num_warps=4,
     )  # fmt: skip

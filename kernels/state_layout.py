@@ -26,14 +26,17 @@ class StateSpan(NamedTuple):
     """Consecutive tokens of one request, and the row of its pages.
 
     Attributes:
-        row: of the tables.
+        row: of the tables; the state there is the one before the tokens, then the one behind them.
         first_token: the first one's index among the tokens of the step.
         num_tokens: 0 for padding, for which nothing is read or written.
+        kept: at most `MAX_KEPT_WITHIN` pairs, ascending, of a number of these tokens, neither none
+            nor all, and a row of the tables to whose pages the state behind so many is written.
     """
 
     row: int
     first_token: int
     num_tokens: int
+    kept: tuple[tuple[int, int], ...] = ()
 
 
 class ChunkRows(NamedTuple):
@@ -44,8 +47,9 @@ class ChunkRows(NamedTuple):
     and has no tokens to be computed.
 
     Attributes:
-        rows: [n, 3] int32, contiguous, on the device; the fields of `StateSpan`. Rows of padding
-            have no tokens and stand behind the others.
+        rows: [n, 3] int32, contiguous, on the device; the row of the tables whose state each begins
+            with, the one to whose pages its last state is written, and its number of tokens. Rows
+            of padding have no tokens and stand behind the others.
         bounds: [2 * n] int32, the first token of each row and that behind its last one; row i is
             sequence 2 * i.
         offsets: [2 * n] int32, for each sequence that is a row the number of its first chunk.
@@ -69,7 +73,8 @@ class StateRows(NamedTuple):
     Attributes:
         spans: the rows on the host. Only the reference reads them, so that they may be empty where
             a captured step serves any rows.
-        rows: [num_rows, 3] int32, contiguous, on the device; the fields of `StateSpan`.
+        rows: [num_rows, 3 + 2 * (MAX_KEPT_WITHIN + 1)] int32, contiguous, on the device; see
+            `state_plan.row_fields`.
         tiles: [num_tiles, 2] int32, as rows; the row and the number of each tile of the convolution
             that the rows consist of, and of others behind the end of a row. None if no row has more
             than one token.

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tieredkv.kernels.state_layout import ChunkRows, StateRows, StateSpan
+from tieredkv.types import MAX_KEPT_WITHIN
 
 MAX_STEP_TOKENS = 256
-"""Rows of more tokens are computed in chunks, and not one by one. The way depends on the row alone,
-so that its result does."""
+"""Rows of more tokens are computed in chunks, and not one by one; of a row that keeps states, only
+what comes before the first one is. The way depends on the row alone, so that its result does."""
 
 CHUNK = 64
 """Tokens of a chunk; cuts of a row at multiples of it change no bit."""
@@ -31,7 +32,33 @@ MAX_CAPTURED_CHUNK_ROWS = 4
 _NO_TILE = 1 << 20
 """A tile behind the end of any row."""
 
-_FIELDS = len(StateSpan._fields)
+NUM_FIELDS = 3 + 2 * (MAX_KEPT_WITHIN + 1)
+"""Of a row; see `row_fields`."""
+
+_CHUNK_FIELDS = 3
+
+
+def num_in_chunks(span: StateSpan) -> int:
+    """Return how many of a row's tokens, from the first one on, are computed in chunks."""
+    first_end = span.kept[0][0] if span.kept else span.num_tokens
+    return first_end if first_end > MAX_STEP_TOKENS else 0
+
+
+def row_fields(span: StateSpan) -> list[int]:
+    """Return what kernels read of a row.
+
+    Returns:
+        The index of its first token; how many tokens are computed in chunks; the row of the tables
+        whose state the others go on from; then pairs of a number of tokens and the row of the
+        tables where the state behind them is written. The last pair is that of the whole row. Pairs
+        of no tokens stand for nothing, and so does a row whose last pair is one.
+    """
+    row, first_token, num_tokens, kept = span
+    in_chunks = num_in_chunks(span)
+    source = kept[0][1] if kept and in_chunks else row
+    unused = [0, row] * (MAX_KEPT_WITHIN - len(kept))
+    pairs = [number for pair in kept for number in pair]
+    return [first_token, in_chunks, source, *unused, *pairs, num_tokens, row]
 
 
 class PlanSize(NamedTuple):
@@ -56,7 +83,7 @@ class PlanSize(NamedTuple):
         if max(counts, default=0) <= 1:
             return cls(len(spans))
         num_tiles = sum(-(-count // CONV_TILE) for count in counts)
-        chunks = [-(-count // CHUNK) for count in counts if count > MAX_STEP_TOKENS]
+        chunks = [-(-count // CHUNK) for count in map(num_in_chunks, spans) if count]
         return cls(len(spans), num_tiles, len(chunks), sum(chunks))
 
     @classmethod
@@ -90,9 +117,9 @@ class PlanSize(NamedTuple):
         Each begins at a multiple of 16 bytes: kernels are compiled for what their pointers divide.
         """
         rows, tiles, chunk_rows, chunks = self
-        in_chunks = _FIELDS * chunk_rows, 2 * chunk_rows, 2 * chunk_rows, 2 * chunks
+        in_chunks = _CHUNK_FIELDS * chunk_rows, 2 * chunk_rows, 2 * chunk_rows, 2 * chunks
         end, parts = 0, list[slice]()
-        for length in (_FIELDS * rows, 2 * tiles, *in_chunks):
+        for length in (NUM_FIELDS * rows, 2 * tiles, *in_chunks):
             first = -(-end // 4) * 4
             end = first + length
             parts.append(slice(first, end))
@@ -100,7 +127,7 @@ class PlanSize(NamedTuple):
 
     def has_room(self, spans: Sequence[StateSpan]) -> bool:
         """Return whether there is room for all of these rows that are computed in chunks."""
-        num_long = sum(span.num_tokens > MAX_STEP_TOKENS for span in spans)
+        num_long = sum(num_in_chunks(span) > 0 for span in spans)
         return num_long < self.num_chunk_rows or not num_long
 
 
@@ -113,8 +140,8 @@ def fill(plan: NDArray[np.int32], spans: Sequence[StateSpan], size: PlanSize) ->
         size: of the plan.
     """
     rows, tiles, chunk_rows, bounds, offsets, chunks = (plan[part] for part in size.parts())
-    rows[: _FIELDS * len(spans)] = [field for span in spans for field in span]
-    rows[_FIELDS * len(spans) :] = 0
+    rows[: NUM_FIELDS * len(spans)] = [field for span in spans for field in row_fields(span)]
+    rows[NUM_FIELDS * len(spans) :] = 0
     if size.num_tiles:
         pairs = [
             (row, tile)
@@ -124,15 +151,17 @@ def fill(plan: NDArray[np.int32], spans: Sequence[StateSpan], size: PlanSize) ->
         _fill_pairs(tiles, pairs, (0, _NO_TILE))
     if not size.num_chunk_rows:
         return
-    long = [span for span in spans if span.num_tokens > MAX_STEP_TOKENS]
-    long.sort(key=lambda span: -span.first_token)
+    long = [(span, count) for span in spans if (count := num_in_chunks(span))]
+    long.sort(key=lambda found: -found[0].first_token)
     chunk_rows[:], bounds[:], offsets[:] = 0, 0, 0
     pairs = []
-    for index, span in enumerate(long):
-        chunk_rows[_FIELDS * index : _FIELDS * (index + 1)] = span
-        bounds[2 * index : 2 * index + 2] = span.first_token, span.first_token + span.num_tokens
+    for index, (span, count) in enumerate(long):
+        target = span.kept[0][1] if span.kept else span.row
+        fields = slice(_CHUNK_FIELDS * index, _CHUNK_FIELDS * (index + 1))
+        chunk_rows[fields] = span.row, target, count
+        bounds[2 * index : 2 * index + 2] = span.first_token, span.first_token + count
         offsets[2 * index] = len(pairs)
-        pairs += [(2 * index, chunk) for chunk in range(-(-span.num_tokens // CHUNK))]
+        pairs += [(2 * index, chunk) for chunk in range(-(-count // CHUNK))]
     _fill_pairs(chunks, pairs, (2 * (size.num_chunk_rows - 1), 0))
 
 
@@ -153,10 +182,12 @@ def view(plan: Tensor, size: PlanSize, spans: Sequence[StateSpan]) -> StateRows:
         spans: the rows, or none where a captured step serves any rows.
     """
     rows, tiles, chunk_rows, bounds, offsets, chunks = (plan[part] for part in size.parts())
-    rows, tiles = rows.view(-1, _FIELDS), tiles.view(-1, 2)
+    rows, tiles = rows.view(-1, NUM_FIELDS), tiles.view(-1, 2)
     in_chunks = None
     if size.num_chunk_rows:
-        in_chunks = ChunkRows(chunk_rows.view(-1, _FIELDS), bounds, offsets, chunks.view(-1, 2))
+        in_chunks = ChunkRows(
+            chunk_rows.view(-1, _CHUNK_FIELDS), bounds, offsets, chunks.view(-1, 2)
+        )
     return StateRows(spans, rows, tiles if size.num_tiles else None, in_chunks)
 
 

@@ -7,11 +7,13 @@ a vector register by other code. This module knows no requests, tiers or backend
 through `tieredkv.kernels.states`, which checks shapes.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tieredkv.kernels.state_layout import LayerState, StateRows, StateSpan
+from tieredkv.kernels.state_layout import LayerState, StateRows
 from tieredkv.kernels.state_plan import CHUNK
 from tieredkv.types import StateShape
 
@@ -28,24 +30,21 @@ def short_conv(
     """Convolve each channel with its last inputs; see `states.short_conv`."""
     out, shape = x.new_zeros(x.shape), state.shape
     pieces, taps = slice(shape.num_heads, shape.layer_pieces), weight.float().T
-    for span in rows.spans:
-        if not span.num_tokens:
-            continue
-        own = slice(span.first_token, span.first_token + span.num_tokens)
-        where = find_pieces(state, span, pieces)
-        stored = view_pieces(state)[where]
+    for source, target, own in _parts(rows):
+        stored = view_pieces(state)[find_pieces(state, source, pieces)]
+        num_tokens = own.stop - own.start
         kept = stored.flatten()[: shape.conv_elements].view(shape.num_channels, -1).T
         inputs = torch.cat([kept, x[own].float()])
-        for first in range(0, span.num_tokens, CHUNK):
-            num_tokens = min(CHUNK, span.num_tokens - first)
-            summed = inputs.new_zeros(num_tokens, shape.num_channels)
+        for first in range(0, num_tokens, CHUNK):
+            size = min(CHUNK, num_tokens - first)
+            summed = inputs.new_zeros(size, shape.num_channels)
             if bias is not None:
                 summed += bias.float()
             for index, tap in enumerate(taps, first):
-                summed += inputs[index : index + num_tokens] * tap
-            out[own][first : first + num_tokens] = F.silu(summed).to(x.dtype)
-        kept.copy_(inputs[span.num_tokens :])
-        view_pieces(state)[where] = stored
+                summed += inputs[index : index + size] * tap
+            out[own][first : first + size] = F.silu(summed).to(x.dtype)
+        kept.copy_(inputs[num_tokens:])
+        view_pieces(state)[find_pieces(state, target, pieces)] = stored
     return out
 
 
@@ -62,22 +61,34 @@ def delta_rule(
     """Update and read the states of each row; see `states.delta_rule`."""
     shape = state.shape
     out = mixed.new_zeros(len(mixed), shape.num_heads, shape.value_dim)
-    for span in rows.spans:
-        if not span.num_tokens:
-            continue
-        where = find_pieces(state, span, slice(0, shape.num_heads))
-        states = view_pieces(state)[where].view(shape.num_heads, shape.key_dim, -1)
-        is_long = span.num_tokens > MAX_SINGLE_TOKENS
+    pieces = slice(0, shape.num_heads)
+    for source, target, part in _parts(rows):
+        states = view_pieces(state)[find_pieces(state, source, pieces)]
+        states = states.view(shape.num_heads, shape.key_dim, -1)
+        is_long = part.stop - part.start > MAX_SINGLE_TOKENS
         step, update = (CHUNK, update_chunk) if is_long else (1, update_token)
-        end = span.first_token + span.num_tokens
-        for first in range(span.first_token, end, step):
-            own = slice(first, min(end, first + step))
+        for first in range(part.start, part.stop, step):
+            own = slice(first, min(part.stop, first + step))
             q, k, v = split_heads(mixed[own], shape)
             beta, decay = gates(a[own], b[own], a_log, dt_bias, beta_scale)
             read, states = update(q, k, v, beta.T, decay.T, states)
             out[own] = read.transpose(0, 1).to(mixed.dtype)
-        view_pieces(state)[where] = states.flatten(1)
+        view_pieces(state)[find_pieces(state, target, pieces)] = states.flatten(1)
     return out
+
+
+def _parts(rows: StateRows) -> Iterator[tuple[int, int, slice]]:
+    """Cut each row where a state of it is kept.
+
+    Returns:
+        For each part the row of the tables whose state it begins with, that where its last state is
+        written, and its tokens.
+    """
+    for row, first_token, num_tokens, kept in rows.spans:
+        source, begun = row, 0
+        for end, target in (*kept, (num_tokens, row)) if num_tokens else ():
+            yield source, target, slice(first_token + begun, first_token + end)
+            source, begun = target, end
 
 
 def gates(
@@ -177,8 +188,8 @@ def view_pieces(state: LayerState) -> Tensor:
     return state.pool[:, : state.pieces_per_page * size].view(len(state.pool), -1, size)
 
 
-def find_pieces(state: LayerState, span: StateSpan, pieces: slice) -> tuple[Tensor, Tensor]:
-    """Return the page of each of a layer's pieces, and its index within that page."""
+def find_pieces(state: LayerState, row: int, pieces: slice) -> tuple[Tensor, Tensor]:
+    """Return the page of each of a layer's pieces in a row of the tables, and its index there."""
     index = torch.arange(pieces.start, pieces.stop, device=state.pool.device) + state.first_piece
-    pages = state.tables[span.row].long()[index // state.pieces_per_page]
+    pages = state.tables[row].long()[index // state.pieces_per_page]
     return pages, index % state.pieces_per_page

@@ -9,6 +9,7 @@ captured in CUDA graphs. This module knows no requests, tiers or models.
 Source: Gated Delta Networks, Yang et al. 2024; the layers of Qwen3-Next, Qwen3.5 and OLMo-Hybrid.
 """
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor
 from tieredkv.errors import ShapeError
 from tieredkv.kernels import checks, delta_chunks, state_reference
 from tieredkv.kernels.checks import KERNEL_DTYPES, describe, triton_module
-from tieredkv.kernels.state_layout import LayerState, StateRows, StateSpan
-from tieredkv.kernels.state_plan import MAX_STEP_TOKENS
+from tieredkv.kernels.state_layout import LayerState, StateRows
+from tieredkv.kernels.state_plan import NUM_FIELDS, num_in_chunks
 
 MAX_CONV_WIDTH = 16
 MAX_TRITON_KEY_DIM = 256
@@ -127,8 +128,8 @@ def delta_rule(
     parts = mixed, a, b, a_log, dt_bias, state
     if rows.chunks is not None:
         delta_chunks.delta_rule(*parts, rows.chunks, beta_scale, out)
-    if not rows.spans or any(span.num_tokens <= MAX_STEP_TOKENS for span in rows.spans):
-        triton_module("delta_rule").delta_rule(*parts, rows, beta_scale, MAX_STEP_TOKENS, out)
+    if not rows.spans or any(num_in_chunks(span) < span.num_tokens for span in rows.spans):
+        triton_module("delta_rule").delta_rule(*parts, rows, beta_scale, out)
     return out
 
 
@@ -200,19 +201,23 @@ def _check_floats(name: str, tensor: Tensor, state: LayerState, *, is_whole: boo
 def _check_rows(rows: StateRows, state: LayerState, tokens: Tensor) -> None:
     """Refuse rows that do not match `StateRows`, or whose spans lie outside of the tokens."""
     given, num_table_rows = rows.rows, len(state.tables)
-    num_fields = len(StateSpan._fields)
-    if given.ndim != 2 or given.shape[1] != num_fields or given.dtype != torch.int32:
-        raise ShapeError(f"rows {describe(given)} is not [num_rows, {num_fields}] int32")
+    if given.ndim != 2 or given.shape[1] != NUM_FIELDS or given.dtype != torch.int32:
+        raise ShapeError(f"rows {describe(given)} is not [num_rows, {NUM_FIELDS}] int32")
     if given.device != state.pool.device or not given.is_contiguous():
         raise ShapeError(f"rows {describe(given)} is not contiguous on {state.pool.device}")
     for span in rows.spans:
         end = span.first_token + span.num_tokens
-        is_inside = 0 <= span.row < num_table_rows and 0 <= span.first_token <= end <= len(tokens)
+        ends = [0, *(num_before for num_before, _ in span.kept), span.num_tokens]
+        is_inside = 0 <= span.first_token <= end <= len(tokens) and all(
+            0 <= row < num_table_rows for row in (span.row, *(row for _, row in span.kept))
+        )
         if span.num_tokens and not is_inside:
             what = f"{span} does not lie within {len(tokens)} tokens"
             raise ShapeError(f"{what} and {num_table_rows} rows of tables")
         is_planned = (span.num_tokens <= 1 or rows.tiles is not None) and (
-            span.num_tokens <= MAX_STEP_TOKENS or rows.chunks is not None
+            not num_in_chunks(span) or rows.chunks is not None
         )
         if not is_planned:
             raise ShapeError(f"{span} has more tokens than its step was planned for")
+        if span.kept and any(before >= behind for before, behind in itertools.pairwise(ends)):
+            raise ShapeError(f"{span} does not keep states at places within its tokens, ascending")

@@ -73,6 +73,13 @@ class LayerKV(NamedTuple):
         return (1 if self.values_in_keys else 2) * self.num_kv_heads * self.head_dim
 
 
+MAX_KEPT_WITHIN = 2
+"""At so many places within the tokens that a step computes for a request its state can be kept."""
+
+MAX_TOKENS_BEHIND = 256
+"""The most tokens of a step behind the first of these places: they are computed one by one."""
+
+
 class StateShape(NamedTuple):
     """What a recurrent layer keeps of all tokens before: gated delta rule and short convolution.
 

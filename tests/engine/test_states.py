@@ -22,6 +22,8 @@ from tieredkv.cache.state_tail import StateTail
 from tieredkv.engine import loader
 from tieredkv.engine.engine_messages import TokenOutput
 from tieredkv.engine.loader import find_model
+from tieredkv.engine.runner import ModelRunner
+from tieredkv.engine.step_buffers import BatchRow, StepOutput
 from tieredkv.errors import ConfigError, ModelError
 from tieredkv.types import STATE_GRID_TOKENS, BlockHash, Tier
 
@@ -84,6 +86,41 @@ def test_a_prompt_of_any_length_is_found_but_for_two_cells(write: Write, block_s
             answer, num_found = generate(llm, longer)
             assert num_found >= length - cell, length
             assert answer == cold(llm, longer)
+
+
+@pytest.mark.parametrize(
+    ("num_shared", "length", "expected"),
+    [
+        (0, 150, [150]),
+        (0, 700, [700]),
+        (300, 390, [390 - 256]),
+        (150, 700, [700 - 128]),
+        (610, 660, [660 - 576]),
+    ],
+)
+def test_a_step_passes_the_places_near_the_end_of_a_prompt_and_keeps_their_states(
+    write: Write, monkeypatch: pytest.MonkeyPatch, num_shared: int, length: int, expected: list[int]
+) -> None:
+    prompt, steps = tokens(length, seed=12), list[int]()
+    execute = ModelRunner.execute
+
+    def note(self: ModelRunner, rows: Sequence[BatchRow], *rest: Any) -> StepOutput:
+        steps.append(sum(len(row.token_ids) for row in rows))
+        return execute(self, rows, *rest)
+
+    monkeypatch.setattr(ModelRunner, "execute", note)
+    with open_llm(write()) as llm:
+        if num_shared:
+            generate(llm, prompt[:num_shared], 1)
+        steps.clear()
+        generate(llm, prompt, 1)
+        assert steps == expected
+        last = length // GRID * GRID
+        for end in (last, last - GRID):
+            turn = prompt[: end + 1] + tokens(20, seed=13)
+            answer, num_found = generate(llm, turn)
+            assert num_found == end
+            assert answer == cold(llm, turn)
 
 
 def test_a_request_that_leaves_another_one_in_its_last_cells_finds_what_is_before(

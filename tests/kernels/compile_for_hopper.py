@@ -456,13 +456,14 @@ def compile_routing(hidden_size: int, *, is_short: bool) -> None:
 
 
 def compile_states(dtype: torch.dtype, shape: StateShape, *, has_bias: bool) -> None:
-    """Compile the kernels of a recurrent layer; the convolution for single tokens and for more."""
-    paged = {"PIECES_PER_PAGE": 7, "NUM_FIELDS": 3}
-    for token_tile in (1, state_plan.CONV_TILE):
+    """Compile the kernels of a recurrent layer, for single tokens and for more."""
+    paged = {"PIECES_PER_PAGE": 7}
+    for token_tile, num_ends in ((1, 1), (state_plan.CONV_TILE, 3)):
+        ends = paged | {"NUM_FIELDS": state_plan.NUM_FIELDS, "NUM_ENDS": num_ends}
         compile_kernel(
             short_conv._short_conv_kernel,
             dtype,
-            paged
+            ends
             | ({} if has_bias else {"bias_ptr": None})
             | ({"tiles_ptr": None} if token_tile == 1 else {})
             | {
@@ -483,7 +484,9 @@ def compile_states(dtype: torch.dtype, shape: StateShape, *, has_bias: bool) -> 
         "KEY_TILE": triton.next_power_of_2(shape.key_dim),
         "VALUE_TILE": delta_rule.NUM_COLUMNS,
     }
-    compile_kernel(delta_rule._delta_rule_kernel, dtype, paged | sizes, num_warps=1)
+    for num_ends in (1, 3):
+        ends = paged | {"NUM_FIELDS": state_plan.NUM_FIELDS, "NUM_ENDS": num_ends}
+        compile_kernel(delta_rule._delta_rule_kernel, dtype, ends | sizes, num_warps=1)
     dims = {name: sizes[name] for name in ("NUM_HEADS", "NUM_KEY_HEADS", "KEY_DIM", "VALUE_DIM")}
     dims |= {"DIM_TILE": triton.next_power_of_2(max(shape.key_dim, shape.value_dim))}
     split = delta_inputs._split_kernel

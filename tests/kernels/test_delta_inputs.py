@@ -69,18 +69,21 @@ def test_states_are_loaded_from_the_pages_of_rows_and_stored_there(
 ) -> None:
     size, first_piece = shape.piece_elements, 3
     num_pieces = first_piece + shape.layer_pieces
-    pages = torch.randperm(3 * num_pieces, dtype=torch.int32)[: 2 * num_pieces]  # 2 pieces a page
-    tables = pages.view(2, -1).to(DEVICE)
-    pool = torch.randn(3 * num_pieces, 2 * size + 3, device=DEVICE)
+    pages = torch.randperm(4 * num_pieces, dtype=torch.int32)[: 3 * num_pieces]  # 2 pieces a page
+    tables = pages.view(3, -1).to(DEVICE)
+    pool = torch.randn(4 * num_pieces, 2 * size + 3, device=DEVICE)
     state = LayerState(pool, tables, shape, first_piece)
-    spans = [StateSpan(0, 0, 6), StateSpan(1, 6, 70), StateSpan(0, 76, 3)]
+    kept = ((9, 2),)  # only what comes before it is computed in chunks
+    spans = [StateSpan(0, 0, 6), StateSpan(1, 6, 70, kept), StateSpan(0, 76, 3)]
     rows = plan(spans, monkeypatch)
     with choose("triton"):
         states, before = delta_inputs.load_states(state, rows), pool.clone()
         delta_inputs.store_states(state, rows, states + 1.0)
-    for index, span in enumerate((spans[1], spans[0])):  # the last one comes first
-        where = state_reference.find_pieces(state, span, slice(0, shape.num_heads))
+    heads = slice(0, shape.num_heads)
+    for index, (source, target) in enumerate([(1, 2), (0, 0)]):  # the last row comes first
+        where = state_reference.find_pieces(state, source, heads)
         stored = state_reference.view_pieces(state._replace(pool=before))[where]
         assert torch.equal(states[2 * index].flatten(1), stored)
+        where = state_reference.find_pieces(state, target, heads)
         assert torch.equal(state_reference.view_pieces(state)[where], stored + 1.0)
     assert int((pool != before).sum()) == 2 * shape.num_heads * size  # and nothing else is written

@@ -14,15 +14,22 @@ from torch import Tensor
 
 from tests.golden import refused
 from tests.kernels.conftest import DEVICE, choose
-from tests.kernels.state_cases import LAYER, StateCase, make_case, same_bits
+from tests.kernels.state_cases import (
+    LAYER,
+    RelativeError,
+    StateCase,
+    compare_cut,
+    compare_kept,
+    error_in_rows,
+    make_case,
+    same_bits,
+)
 from tests.levels import few
 from tieredkv.errors import ShapeError
 from tieredkv.kernels import state_reference, states
-from tieredkv.kernels.state_layout import StateRows, StateSpan
-from tieredkv.kernels.state_plan import PlanSize, make_rows
+from tieredkv.kernels.state_layout import StateSpan
+from tieredkv.kernels.state_plan import NUM_FIELDS, PlanSize, make_rows
 from tieredkv.types import StateShape
-
-RelativeError = Callable[[Tensor, Tensor], float]
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 DTYPES = list(TOLERANCE)
@@ -44,13 +51,10 @@ REAL = StateShape(48, 16, 128, 128, 4)
 MIXED = [(1, False), (17, True), (0, False), (3, True), (1, True), (20, False), (2, False)]
 """Rows of (tokens, whether they start at position 0); one is padding, two are long."""
 
+KEPT = {1: [1, 16], 3: [2], 5: [7, 17]}
+"""Behind how many tokens of which of these rows states are kept."""
+
 BACKENDS = ["triton", "reference"]
-
-
-def error_in_rows(measure: RelativeError, case: StateCase, out: Tensor, expected: Tensor) -> float:
-    """Compare what the tokens of all rows got: one output may be a rest of large terms."""
-    own = case.tokens()
-    return measure(out[own].cpu(), expected[own.to(expected.device)].cpu())
 
 
 def check_pool(
@@ -66,11 +70,10 @@ def check_pool(
         which: 0 for the states of heads, 1 for the inputs of the convolution.
     """
     rest = case.pool.clone()
-    for span in case.spans:
-        if span.num_tokens:
-            place = case.places(span)[which]
-            assert measure(case.pool.view(-1)[place], expected.view(-1)[place]) < 1e-5
-            rest.view(-1)[place] = before.view(-1)[place]
+    for row in case.written:
+        place = case.places(row)[which]
+        assert measure(case.pool.view(-1)[place], expected.view(-1)[place]) < 1e-5
+        rest.view(-1)[place] = before.view(-1)[place]
     assert same_bits(rest, before), "an element was written that is not of these rows' states"
 
 
@@ -80,18 +83,16 @@ def check_pool(
 def test_the_convolution_equals_its_definition(
     relative_error: RelativeError, backend: str, dtype: torch.dtype, shape: StateShape
 ) -> None:
-    case = make_case(MIXED, shape, dtype=dtype, has_bias=shape is not ODD)
+    case = make_case(MIXED, shape, dtype=dtype, has_bias=shape is not ODD, kept=KEPT)
     before, (expected, pool) = case.pool.clone(), case.expected_conv()
     out = case.convolve(backend)
     assert out.dtype == dtype
     assert error_in_rows(relative_error, case, out, expected) < TOLERANCE[dtype]
     check_pool(relative_error, case, before, pool, 1)
-    for span in case.spans:
-        if span.num_tokens:
-            place = case.places(span)[1]
-            assert same_bits(case.pool.view(-1)[place], pool.view(-1)[place]), (
-                "inputs are kept as is"
-            )
+    for row in case.written:
+        place = case.places(row)[1]
+        stored = case.pool.view(-1)[place], pool.view(-1)[place]
+        assert same_bits(*stored), "inputs are kept as is"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -99,7 +100,8 @@ def test_the_convolution_equals_its_definition(
 def test_the_delta_rule_equals_its_definition(
     relative_error: RelativeError, backend: str, dtype: torch.dtype, shape: StateShape
 ) -> None:
-    case = make_case(MIXED, shape, dtype=dtype, beta_scale=2.0 if shape is ODD else 1.0)
+    beta_scale = 2.0 if shape is ODD else 1.0
+    case = make_case(MIXED, shape, dtype=dtype, beta_scale=beta_scale, kept=KEPT)
     before, (expected, pool) = case.pool.clone(), case.expected_update()
     out = case.update(backend)
     assert out.dtype == dtype and out.shape[1:] == (shape.num_heads, shape.value_dim)
@@ -134,7 +136,7 @@ def test_a_layer_computes_what_transformers_does(
     case = make_case([(num_tokens, False)], SMALL, beta_scale=beta_scale)
     (span,), shape = case.spans, case.shape
     own = slice(span.first_token, span.first_token + num_tokens)
-    held, kept = case.held(span)
+    held, kept = case.held(span.row)
     assert case.bias is not None
     x, weight, bias, a, b, a_log, dt_bias = (
         it.cpu() for it in (case.x[own], case.weight, case.bias, case.a[own], case.b[own],
@@ -157,7 +159,7 @@ def test_a_layer_computes_what_transformers_does(
     )
     mixed = case.convolve(backend)
     out = replace(case, mixed=mixed).update(backend)
-    place, kept_place = case.places(span)
+    place, kept_place = case.places(span.row)
     assert relative_error(mixed[own].cpu(), convolved) < 1e-5
     assert relative_error(out[own].cpu(), expected[0]) < 1e-5
     assert relative_error(case.pool.view(-1)[place].cpu(), states_after[0]) < 1e-5
@@ -175,24 +177,8 @@ def test_a_row_has_the_same_bits_alone_as_in_a_batch(backend: str, dtype: torch.
         for span, case in zip(batch.spans, alone, strict=True):
             own = slice(span.first_token, span.first_token + span.num_tokens)
             assert same_bits(run(case, backend), out[own])
-            for place in batch.places(span) if span.num_tokens else ():
+            for place in batch.places(span.row) if span.num_tokens else ():
                 assert same_bits(case.pool.view(-1)[place], batch.pool.view(-1)[place])
-
-
-def compare_cut(backend: str, case: StateCase, at: int, run: Any) -> tuple[Tensor, Tensor]:
-    """Run the only row whole and cut; return outputs and states of both, one behind another."""
-    whole = case.alone(0)
-    first, rest = case.cut(0, at)
-    (span,) = whole.spans
-    outs = run(whole, backend), torch.cat([run(first, backend)[:at], run(rest, backend)[at:]])
-    held = (
-        torch.cat([it.pool.view(-1)[place].flatten() for place in it.places(span)])
-        for it in (whole, first)
-    )
-    one, other = (
-        torch.cat(pair, 0) for pair in zip((it.flatten() for it in outs), held, strict=True)
-    )
-    return one, other
 
 
 @pytest.mark.parametrize("is_start", [True, False])
@@ -211,6 +197,17 @@ def test_cuts_within_chunks_change_little(relative_error: RelativeError, at: int
     case = make_case([(230, False)], ODD)
     assert relative_error(*compare_cut("reference", case, at, StateCase.update)) < 1e-5
     assert relative_error(*compare_cut("reference", case, at, StateCase.convolve)) < 1e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("places", few([[1, 19], [16, 30], [2, 18], [29]]))
+def test_a_state_kept_within_a_row_is_that_of_the_row_cut_there(
+    backend: str, places: list[int]
+) -> None:
+    case = make_case([(31, False)], SMALL, kept={0: places})
+    for run in (StateCase.convolve, StateCase.update):
+        whole, cut = compare_kept(backend, case, run)
+        assert same_bits(whole, cut)
 
 
 @pytest.mark.parametrize("at", few([2, 16, 1, 30]))
@@ -236,7 +233,7 @@ def test_chunks_agree_with_single_tokens(
     (span,), out = case.spans, case.update("reference")
     monkeypatch.setattr(state_reference, "MAX_SINGLE_TOKENS", 0)
     assert error_in_rows(relative_error, case, chunked.update("reference"), out) < 1e-5
-    place = case.places(span)[0]
+    place = case.places(span.row)[0]
     assert relative_error(chunked.pool.view(-1)[place], case.pool.view(-1)[place]) < 1e-5
 
 
@@ -259,26 +256,26 @@ def test_decays_of_small_softplus_keep_their_digits(
     case.b[:] = -30.0  # nothing is added, so that only decays are seen
     pool = case.expected_update()[1]
     case.update(backend)
-    place = case.places(case.spans[0])[0]
+    place = case.places(case.spans[0].row)[0]
     assert relative_error(case.pool.view(-1)[place], pool.view(-1)[place]) < 5e-6
 
 
 def zero_head(case: StateCase) -> None:
-    case.pool.view(-1)[case.places(case.spans[0])[0][1]] = 0.0
+    case.pool.view(-1)[case.places(case.spans[0].row)[0][1]] = 0.0
 
 
 def swap_heads(case: StateCase) -> None:
-    own = case.places(case.spans[0])[0]
+    own = case.places(case.spans[0].row)[0]
     case.pool.view(-1)[own] = case.pool.view(-1)[own.flip(0)]
 
 
 def shift_inputs(case: StateCase) -> None:
-    kept = case.places(case.spans[0])[1]
+    kept = case.places(case.spans[0].row)[1]
     case.pool.view(-1)[kept] = case.pool.view(-1)[kept.roll(1, dims=1)]
 
 
 def zero_all(case: StateCase) -> None:
-    for place in case.places(case.spans[0]):
+    for place in case.places(case.spans[0].row):
         case.pool.view(-1)[place] = 0.0
 
 
@@ -377,6 +374,9 @@ def test_copies_that_do_not_fit_are_refused(change: dict[str, Tensor]) -> None:
         {"shape": StateShape(4, 0, 16, 8, 4)},
         {"spans": [StateSpan(0, 4, 5)]},
         {"spans": [StateSpan(1, 0, 2)]},
+        {"spans": [StateSpan(0, 0, 3, ((1, 1),))]},
+        {"spans": [StateSpan(0, 0, 3, ((3, 0),))]},
+        {"spans": [StateSpan(0, 0, 3, ((2, 0), (1, 0)))]},
         {"size": PlanSize(1)},
     ],
 )
@@ -409,8 +409,8 @@ def test_updates_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
     "given",
     [
         torch.zeros(1, 2, dtype=torch.int32),
-        torch.zeros(1, 3, dtype=torch.int64),
-        torch.zeros(2, 8, dtype=torch.int32)[:, :3],
+        torch.zeros(1, NUM_FIELDS, dtype=torch.int64),
+        torch.zeros(2, NUM_FIELDS + 1, dtype=torch.int32)[:, :-1],
     ],
 )
 def test_rows_that_do_not_fit_are_refused(given: Tensor) -> None:
@@ -440,7 +440,6 @@ GPU_ROWS = {
     "long": [(200, False)],
     "mixed": [(1, False), (200, True), (0, False), (5, False), (1, True), (33, False)],
 }
-GPU_CHUNKS = [(1, False), (300, True), (0, False), (700, False), (33, False), (257, True)]
 
 
 @pytest.mark.gpu
@@ -470,7 +469,7 @@ def test_on_the_gpu_a_row_has_the_same_bits_alone_as_in_a_batch(dtype: torch.dty
         for span, case in zip(batch.spans, alone, strict=True):
             own = slice(span.first_token, span.first_token + span.num_tokens)
             assert same_bits(run(case), out[own])
-            for place in batch.places(span) if span.num_tokens else ():
+            for place in batch.places(span.row) if span.num_tokens else ():
                 assert same_bits(case.pool.view(-1)[place], batch.pool.view(-1)[place])
 
 
@@ -500,82 +499,8 @@ def test_on_the_gpu_a_captured_step_follows_new_rows(relative_error: RelativeErr
     assert error_in_rows(relative_error, expected, mixed, convolved) < 1e-5
     assert error_in_rows(relative_error, expected, out, updated) < 1e-5
     for span in fewer[:20]:
-        for place in other.places(span):
+        for place in other.places(span.row):
             assert relative_error(case.pool.view(-1)[place], other.pool.view(-1)[place]) < 1e-5
     for span in case.spans[20:]:
-        for place in other.places(span):
+        for place in other.places(span.row):
             assert same_bits(case.pool.view(-1)[place], begun.view(-1)[place])
-
-
-def gpu_chunks(rows: list[tuple[int, bool]], size: PlanSize | None = None) -> StateCase:
-    case = make_case(rows, REAL, pieces_per_page=7, dtype=torch.bfloat16, device="cuda")
-    return case.copy(size=size)
-
-
-@pytest.mark.gpu
-def test_on_the_gpu_rows_in_chunks_are_near_the_reference(relative_error: RelativeError) -> None:
-    case = gpu_chunks(GPU_CHUNKS)
-    other = case.copy()
-    expected, out = other.update("reference"), case.update()
-    assert error_in_rows(relative_error, case, out, expected) < 0.02
-    for span in case.spans:
-        if span.num_tokens:
-            place = case.places(span)[0]
-            assert relative_error(case.pool.view(-1)[place], other.pool.view(-1)[place]) < 0.02
-
-
-@pytest.mark.gpu
-def test_on_the_gpu_rows_in_chunks_have_the_same_bits_alone_and_in_a_larger_plan() -> None:
-    batch = gpu_chunks(GPU_CHUNKS)
-    alone = [batch.alone(index) for index in range(len(batch.spans))]
-    padded = batch.copy(size=PlanSize.of_any(2176, 64))
-    out, other = batch.update(), padded.update()
-    assert same_bits(padded.pool, batch.pool)
-    for span, case in zip(batch.spans, alone, strict=True):
-        own = slice(span.first_token, span.first_token + span.num_tokens)
-        assert same_bits(case.update(), out[own])
-        assert same_bits(other[own], out[own])
-        if span.num_tokens:
-            place = batch.places(span)[0]
-            assert same_bits(case.pool.view(-1)[place], batch.pool.view(-1)[place])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("at", [320, 448])
-def test_on_the_gpu_cuts_between_chunks_change_no_bit(at: int) -> None:
-    assert same_bits(*compare_cut("auto", gpu_chunks([(768, False)]), at, StateCase.update))
-
-
-@pytest.mark.gpu
-def test_on_the_gpu_a_captured_step_serves_any_rows_in_chunks() -> None:
-    size = PlanSize.of_any(2176, 64)
-    case = gpu_chunks(GPU_CHUNKS, size)
-    begun, rows = case.pool.clone(), case.rows
-
-    def step(rows: StateRows) -> Tensor:
-        mixed = states.short_conv(case.x, case.weight, case.bias, case.state, rows)
-        rest = case.a, case.b, case.a_log, case.dt_bias, case.state, rows
-        return states.delta_rule(mixed, *rest)
-
-    captured = rows._replace(spans=[])
-    step(captured)  # compile before the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step(captured)
-    assert rows.tiles is not None and rows.chunks is not None
-    for spans in (case.spans, case.spans[:3], [case.spans[-1]], []):
-        new = make_rows(spans, "cuda", size)
-        assert new.tiles is not None and new.chunks is not None
-        for mine, other in zip(
-            (rows.rows, rows.tiles, *rows.chunks), (new.rows, new.tiles, *new.chunks), strict=True
-        ):
-            mine.copy_(other)
-        case.pool.copy_(begun)
-        graph.replay()
-        replayed, pool = out.clone(), case.pool.clone()
-        case.pool.copy_(begun)
-        if spans:
-            launched = step(make_rows(spans, "cuda"))
-            own = replace(case, spans=spans).tokens()
-            assert same_bits(replayed[own], launched[own])
-        assert same_bits(pool, case.pool)

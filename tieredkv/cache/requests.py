@@ -40,7 +40,7 @@ from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.recalls import RequestProgress
 from tieredkv.cache.room import Room
 from tieredkv.cache.row import State
-from tieredkv.cache.state_tail import StateTail
+from tieredkv.cache.state_tail import StateStep, StateTail
 from tieredkv.cache.tail import Tail
 from tieredkv.cache.tails import Tails
 from tieredkv.cache.tiers import Tiers
@@ -290,10 +290,10 @@ class TieredCache:
         is_held = chain.tail is None or self._room.hold(chain.tail, first, end, is_alone=is_alone)
         return GRANTED if is_held else self._refusal(chain)
 
-    def take_state(self, chain: Chain) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
-        """Return where a request's recurrent state is; what is copied before its next step."""
+    def take_state(self, chain: Chain, start: int, end: int) -> StateStep:
+        """Return what a step of the tokens `[start, end)` does with a request's recurrent state."""
         tail = chain.tail
-        return (tail.state_ids, tail.take_copies()) if isinstance(tail, StateTail) else ((), ())
+        return tail.take_step(start, end) if isinstance(tail, StateTail) else StateStep()
 
     def next_start(self, chain: Chain, first: int) -> int:
         """Return behind how many blocks a request with windows goes on; see `Tails`."""

@@ -144,19 +144,18 @@ class Room:
             Whether it may go on.
         """
         chain = tail.of
-        if lacking := tail.lacking(first, end):
+        for lacking in filter(None, tail.lacking(first, end)):
             device = self._tiers.device
             if device.num_free_for(chain.tenant) < len(lacking):
                 device.release(tail.pass_last(), after=self._tiers.device_link.num_steps)
             fresh = self.allocate(chain, len(lacking), is_alone)
             if fresh is None and tail.is_optional and not self.is_waiting(chain):
-                return True
+                continue
             if fresh is None:
                 self._lacking[chain] = len(lacking)
                 return False
             for index, page in zip(lacking, fresh, strict=True):
                 tail.hold(index, page)
-        tail.note_held()
         return True
 
     def allocate(

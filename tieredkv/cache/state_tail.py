@@ -10,23 +10,39 @@ import math
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tieredkv.cache.block import Block
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.tail import NO_PAGE, Interval, Tail, hit_pages, tail_kinds
 from tieredkv.errors import IntegrityError
-from tieredkv.types import HashAlgo, KVSpec
+from tieredkv.types import MAX_KEPT_WITHIN, MAX_TOKENS_BEHIND, HashAlgo, KVSpec
 
 ZEROS = -1
 """Stands for a page of zeros that is copied from."""
+
+
+class StateStep(NamedTuple):
+    """What a step does with a request's recurrent state.
+
+    Attributes:
+        pages: of the state itself, ids.
+        copies: ids of pages that are copied before it, from and to.
+        kept: numbers of its tokens behind which it writes the state to other pages too, and these.
+    """
+
+    pages: Sequence[int] = ()
+    copies: Sequence[tuple[int, int]] = ()
+    kept: Sequence[tuple[int, Sequence[int]]] = ()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StateTail(Tail):
     """The state of a request at its places, and the pages in which it has it while it runs.
 
-    A copy is made before the step in which the request goes on, when the host knows all tokens
-    before it. Behind its prompt a request keeps one copy, which it moves on as it generates.
+    Where a step of a prompt passes a place, it keeps the state there by itself. Where a step ends
+    at one, a copy is made before the next step, when the host knows all tokens before it. Behind
+    its prompt a request keeps one copy, which it moves on as it generates.
 
     A request that is preempted goes on from its last copy. So it holds that one until there is a
     later one, and if it runs beside others it holds pages for the first copy from its admission on:
@@ -36,8 +52,9 @@ class StateTail(Tail):
         state: the pages of the state itself.
         spare: the pages for the first copy, until it is made; none if it was admitted alone.
         num_prompt_blocks: blocks of the prompt; behind them, each place is kept until the next.
+        block_size: tokens a block.
         at: the number of blocks behind which the state stands; None if it is within a block.
-        copied_at: the same for the last copy; 0 if there is none.
+        copied_at: the same for the last place whose pages are written; 0 if there is none.
         copies: pages to be copied before the request's next step, from and to.
         computed_at: when the pages were computed from which the request went on, the earliest of
             them; infinite if it computed all tokens.
@@ -46,11 +63,14 @@ class StateTail(Tail):
     state: list[Block] = field(default_factory=list)
     spare: list[Block] = field(default_factory=list)
     num_prompt_blocks: int = 0
+    block_size: int = 1
     at: int | None = 0
     copied_at: int = 0
     copies: list[tuple[int, int]] = field(default_factory=list)
     computed_at: float = math.inf
     _held: set[int] = field(default_factory=set)
+    _unwritten: set[int] = field(default_factory=set)  # those of places to come
+    _written: list[int] = field(default_factory=list)  # places, since `completed`
 
     def __post_init__(self) -> None:
         Tail.__post_init__(self)
@@ -91,22 +111,64 @@ class StateTail(Tail):
         if is_end and self.floor(end) > self.grid:
             self.kept_ends.add(self.floor(end) - self.grid)
 
-    def take_copies(self) -> list[tuple[int, int]]:
-        """Return the pages to be copied before the step that is about to be issued."""
-        copies, self.copies = self.copies, []
-        return copies
+    def take_step(self, start: int, end: int) -> StateStep:
+        """Return what a step of the tokens `[start, end)` does with the state, just before it.
 
-    def step_end(self, start: int, end: int, block_size: int, *, is_last: bool) -> int:
-        """Return where a step has to end so that a copy can be made, or be made if it is the last.
-
-        That is the first place to be kept, or any place where the request does not end.
+        What it keeps the request holds pages for; places without them are passed.
         """
-        first, last = start // block_size, -(-end // block_size)
-        if self.hit_end <= first:
-            for place in self.kept_between(first, last - 1):
-                return place * block_size
-        place = self.floor(end // block_size) * block_size
+        place, copies, self.copies = self._wanted, self.copies, []
+        if place and self._can_move and place - 1 not in self._held:
+            self._move(self.copied_at, place)
+        if place - 1 in self._held:
+            copies = [*zip(self.state_ids, self._page_ids(place), strict=True)]
+            self._note_written(place)
+        kept = list[tuple[int, Sequence[int]]]()
+        for place in self._passed_places(start // self.block_size, -(-end // self.block_size)):
+            if place - 1 in self._held:
+                ids = self._page_ids(place)
+                # What a page has behind its pieces is not written by a step, and may be anyone's.
+                copies += [(ZEROS, page) for page in ids]
+                kept.append((place * self.block_size - start, ids))
+                self._note_written(place)
+        return StateStep(self.state_ids, copies, kept)
+
+    def _page_ids(self, place: int) -> "array[int]":
+        return array("i", [self.blocks[index].block_id for index in self.needed(place)])
+
+    def _note_written(self, place: int) -> None:
+        self.copied_at = place
+        self._unwritten.discard(place - 1)
+        self._written.append(place)
+
+    def step_end(self, start: int, end: int, *, is_last: bool) -> int:
+        """Return where a step has to end so that states are kept, or the last one can be copied.
+
+        It passes places to be kept only if few tokens are behind the first, since those are
+        computed one by one. The last step of a request ends anywhere.
+        """
+        size = self.block_size
+        most = self._last_block(start // size, -(-end // size))
+        if most * size < end:
+            return most * size
+        place = self.floor(end // size) * size
         return end if is_last or place <= start else place
+
+    def _last_block(self, first: int, end: int) -> int:
+        """Return the end of the blocks, from `first` to at most `end`, that a step may compute."""
+        places = self._places_within(first, end)
+        if places and end - places[0] > MAX_TOKENS_BEHIND // self.block_size:
+            return places[0]
+        return places[MAX_KEPT_WITHIN] if len(places) > MAX_KEPT_WITHIN else end
+
+    def _places_within(self, first: int, end: int) -> list[int]:
+        """Return the places to be kept that lie within the blocks `[first, end)`."""
+        if end - first < 2 or self.hit_end > first:
+            return []
+        return [place for place in self.kept_between(first, end - 1) if self._is_new(place)]
+
+    def _passed_places(self, first: int, end: int) -> list[int]:
+        """Return those that a step passes, which would compute the blocks `[first, end)`."""
+        return self._places_within(first, self._last_block(first, end))
 
     def begin(self, hit_end: int, num_blocks: int) -> None:
         """Begin for a request that goes on behind `hit_end` blocks, with a state of zeros."""
@@ -128,25 +190,23 @@ class StateTail(Tail):
         """Make room for the pages of so many blocks."""
         self.blocks += [NO_PAGE] * (num_blocks * len(self.kinds) - len(self.blocks))
 
-    def lacking(self, first: int, end: int) -> list[int]:
-        """Return the pages that the request lacks to copy its state before the next step."""
+    def lacking(self, first: int, end: int) -> list[list[int]]:
+        """Return the pages that the request lacks to keep its state, the last place first.
+
+        It is kept where it stands before the next step, which would compute the blocks
+        `[first, end)`, and at the places that this passes.
+        """
         self.extend(end)
-        if not (place := self._wanted):
-            return []
-        if self.copied_at - 1 in self._held and not self._is_kept(self.copied_at):
-            self._move(self.copied_at, place)
-        elif self.spare and place - 1 not in self._held:
-            for index, page in zip(self.needed(place), self.spare, strict=True):
+        places = self._passed_places(first, end)
+        if (place := self._wanted) and not self._can_move:
+            places.insert(0, place)
+        places = [place for place in reversed(places) if place - 1 not in self._held]
+        self._unwritten.update(place - 1 for place in places)
+        if self.spare and places:
+            for index, page in zip(self.needed(places.pop(0)), self.spare, strict=True):
                 self.hold(index, page)
             self.spare = []
-        return [index for index in self.needed(place) if self.blocks[index] is NO_PAGE]
-
-    def note_held(self) -> None:
-        """Have the state copied before the next step, if that is wanted and the pages are held."""
-        if (place := self._wanted) and place - 1 in self._held:
-            self.copied_at = place
-            pages = (self.blocks[index].block_id for index in self.needed(place))
-            self.copies = [*zip(self.state_ids, pages, strict=True)]
+        return [[*self.needed(place)] for place in places]
 
     @property
     def _wanted(self) -> int:
@@ -164,6 +224,11 @@ class StateTail(Tail):
     def _is_kept(self, place: int) -> bool:
         return bool(self.kept_between(place - 1, place))
 
+    @property
+    def _can_move(self) -> bool:
+        """Whether the pages of the last copy can be those of a later one."""
+        return self.copied_at - 1 in self._held and not self._is_kept(self.copied_at)
+
     def _move(self, place: int, later: int) -> None:
         """Have the pages of a copy be those of a later one."""
         for old, new in zip(self.needed(place), self.needed(later), strict=True):
@@ -177,9 +242,13 @@ class StateTail(Tail):
 
     def completed(self, end: int) -> list[int]:
         """Note that the blocks before `end` were computed; return those whose pages are kept."""
-        is_made = self.copied_at - 1 in self._held and self._is_kept(self.copied_at)
+        written, self._written = self._written, []
         self.num_done = max(self.num_done, end)
-        return [self.copied_at - 1] if is_made else []
+        return [it - 1 for it in written if it - 1 in self._held and self._is_kept(it)]
+
+    def is_written(self, block: int) -> bool:
+        """Return whether the pages that are held of a block have their bytes."""
+        return block not in self._unwritten
 
     @property
     def last_end(self) -> int:
@@ -189,6 +258,7 @@ class StateTail(Tail):
     def note_released(self, blocks: Iterable[int]) -> None:
         """Note that the request holds no page of these blocks any more."""
         self._held.difference_update(blocks)
+        self._unwritten.difference_update(blocks)
 
     def go_on(self, end: int, computed_at: float) -> None:
         """Note that the request goes on from the state behind so many blocks, which it has found.
@@ -211,7 +281,7 @@ class StateTail(Tail):
 
     def passed(self, num_computed: int) -> Collection[int]:
         """Return the blocks whose pages the request needs no more."""
-        return self._held - {self.hit_end - 1, self.copied_at - 1}
+        return self._held - self._unwritten - {self.hit_end - 1, self.copied_at - 1}
 
     def pass_last(self) -> list[Block]:
         """Return the pages of the last copy, to be released to make room for a later one."""
@@ -231,6 +301,9 @@ class StateTail(Tail):
         """Have the pages of the state be those of the place where it stands, as a request ends."""
         if (place := self.at) is not None and not self.copies and self._is_new(place):
             self.extend(place)
+            if place - 1 in self._held:
+                self.spare += [self.blocks[index] for index in self.needed(place)]
+                self._unwritten.discard(place - 1)
             for index, page in zip(self.needed(place), self.state, strict=True):
                 self.hold(index, page)
             self.state, self.copied_at = [], place
@@ -247,7 +320,8 @@ class StateTail(Tail):
     def end(self) -> None:
         """Forget what the request holds."""
         Tail.end(self)
-        self.state, self.spare, self.copies, self._held = [], [], [], set()
+        self.state, self.spare, self.copies, self._written = [], [], [], []
+        self._held, self._unwritten = set(), set()
         self.at, self.copied_at = 0, 0
 
     def check(self) -> None:
@@ -280,7 +354,7 @@ def tails_of(spec: KVSpec, algo: HashAlgo) -> Callable[[Chain], Tail] | None:
         if not spec.states:
             return Tail.beside(chain, kinds, interval, algo)
         tail = StateTail.beside(chain, kinds, interval, algo, spec.grid_blocks)
-        tail.num_prompt_blocks = len(chain.hashes)
+        tail.num_prompt_blocks, tail.block_size = len(chain.hashes), spec.block_size
         return tail
 
     return make

@@ -393,10 +393,13 @@ class Tail(Chain):
             for table in self.tables:
                 table.frombytes(bytes(table.itemsize * lacking))
 
-    def lacking(self, first: int, end: int) -> list[int]:
-        """Return the pages that the request lacks to compute the blocks `[first, end)`."""
+    def lacking(self, first: int, end: int) -> list[list[int]]:
+        """Return the pages that the request lacks to compute the blocks `[first, end)`.
+
+        Pages of one list are of use only together.
+        """
         self.extend(end)
-        return [index for index in self.pages_of(first, end) if self.blocks[index] is NO_PAGE]
+        return [[index for index in self.pages_of(first, end) if self.blocks[index] is NO_PAGE]]
 
     def completed(self, end: int) -> list[int]:
         """Note that the blocks before `end` were computed; return those whose pages are kept."""
@@ -413,19 +416,19 @@ class Tail(Chain):
         """Behind how many blocks another request may go on from the last pages that are held."""
         return min(self.num_done, len(self.of.hashes))
 
-    def step_end(self, _start: int, end: int, _block_size: int, *, is_last: bool) -> int:
+    def step_end(self, _start: int, end: int, *, is_last: bool) -> int:
         """Return behind which token a step has to end that would compute `[start, end)`.
 
         Args:
             _start: the first token.
             end: the token behind the last one.
-            _block_size: tokens a block.
             is_last: whether the tokens of the request end there.
         """
         return end
 
-    def note_held(self) -> None:
-        """Note that the request holds what it lacked."""
+    def is_written(self, _block: int) -> bool:
+        """Return whether the pages that are held of a computed block have their bytes."""
+        return True
 
     def note_released(self, blocks: Iterable[int]) -> None:
         """Note that the request holds no page of these blocks any more."""

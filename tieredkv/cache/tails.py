@@ -234,7 +234,7 @@ class Tails:
 
         A page that was published and dropped since, as it expired, is not published again.
         """
-        for index in tail.pages_of(block, block + 1):
+        for index in tail.pages_of(block, block + 1) if tail.is_written(block) else ():
             page = tail.blocks[index] if index < len(tail.blocks) else NO_PAGE
             if page is not NO_PAGE and page.block_hash is None and not page.is_ready:
                 yield index
