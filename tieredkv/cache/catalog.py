@@ -69,6 +69,11 @@ class Entry(msgspec.Struct, gc=False):
         return self.disk_expires_at > 0.0
 
     @property
+    def is_first_page(self) -> bool:
+        """Whether this is the first of the further pages of a block."""
+        return self.kind == 1 and not self.part
+
+    @property
     def times(self) -> tuple[float, float, float]:
         """The times from which, together with the claims, the entry's deadline is computed."""
         return self.computed_at, self.last_used, self.pinned_until
@@ -101,8 +106,8 @@ class Catalog:
 
     Invariants (`check`): every entry is under its own hash; every entry is queued once, no later
     than its deadline, so that the sweep cannot miss it; nothing else is queued; `pinned` holds the
-    blocks of the entries that have a pin; every block in `owed` and `given_up` has an entry, is not
-    on disk, and may go there.
+    blocks of the entries that have a pin, and `blocks_with_pages` those whose first pages have
+    entries; every block in `owed` and `given_up` has an entry, is not on disk, and may go there.
 
     Attributes:
         pinned: blocks that the pools evict last.
@@ -111,6 +116,7 @@ class Catalog:
         given_up: the same, of blocks that may be evicted without a copy; a stop tries them again.
         superseded: pages behind which requests have gone on, and that no other is likely to need;
             they are evicted first, and go to no slower tier.
+        blocks_with_pages: blocks of which the first further page has an entry.
         num_added: how many entries have come so far; one that comes again counts again.
         is_behind: whether the last call of `due` left entries unexamined that were due.
     """
@@ -122,6 +128,7 @@ class Catalog:
         self.owed: OrderedDict[BlockHash, None] = OrderedDict()
         self.given_up: set[BlockHash] = set()
         self.superseded: set[BlockHash] = set()
+        self.blocks_with_pages: set[BlockHash] = set()
         self._queued: dict[int, dict[BlockHash, None]] = {}
         self._seconds: list[int] = []  # a heap of the keys of `_queued`
         self._begun: Iterator[BlockHash] | None = None  # of a second that has begun
@@ -183,6 +190,7 @@ class Catalog:
                 known.disk_expires_at = max(known.disk_expires_at, entry.disk_expires_at)
             added.append(known)
         self.num_added += len(self._entries) - num_before
+        self.blocks_with_pages.update(it.parent_hash for it in entries if it.is_first_page)
         self._queue(added)
         self._note_owed(added)
         return added
@@ -381,6 +389,8 @@ class Catalog:
         entry = self._entries.pop(block_hash, None)
         if entry is not None:
             self._unqueue(entry)
+            if entry.is_first_page:
+                self.blocks_with_pages.discard(entry.parent_hash)
         self.pinned.discard(block_hash)
         self.superseded.discard(block_hash)
         self._forget_owed(block_hash)
@@ -531,6 +541,9 @@ class Catalog:
             has_begun = self._begun is not None and entry.queued_second == self._begun_second
             if not has_begun and queued.get(block_hash, float("inf")) > self.deadline(entry):
                 raise IntegrityError(f"entry {block_hash.hex()[:12]} is not queued to expire")
+        first_pages = (entry for entry in self._entries.values() if entry.is_first_page)
+        if self.blocks_with_pages != {entry.parent_hash for entry in first_pages}:
+            raise IntegrityError("`blocks_with_pages` differs from the pages of the entries")
         if self.pinned != {each for each, e in self._entries.items() if e.pinned_until}:
             raise IntegrityError("`pinned` differs from the pins of the entries")
         if not self._entries.keys() >= self.superseded:

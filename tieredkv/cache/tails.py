@@ -256,11 +256,12 @@ class Tails:
         those at intervals, those where several requests have gone on, and those that are pinned.
         """
         get, superseded = self._tiers.catalog.get, self._tiers.catalog.superseded
-        found = list[BlockHash]()
+        found, have_pages = list[BlockHash](), self._tiers.catalog.blocks_with_pages
         end = tail.last_end
         kept_from = end - tail.reach
         reaches = {place - 1: tail.reach_of(place) for place in tail.kept_between(0, end)}
-        for block in sorted({*self._kept_blocks(tail, end), *reaches}, reverse=True):
+        kept = {index for index, it in enumerate(tail.of.hashes[:end]) if it in have_pages}
+        for block in sorted({*kept, *reaches}, reverse=True):
             pages = tail.pages_of(block, block + 1)
             entry = get(tail.hashes[pages.start])
             if block in reaches or (entry is not None and entry.num_continued > 1):
@@ -269,26 +270,6 @@ class Tails:
             if block < kept_from and not is_kept:
                 hashes = tail.hashes[pages.start : pages.stop]
                 found += [block_hash for block_hash in hashes if get(block_hash) is not None]
-        return found
-
-    def _kept_blocks(self, tail: Tail, end: int) -> set[int]:
-        """Return the blocks before `end` of which pages are kept in VRAM or host memory.
-
-        Of as many blocks as a hit needs one is looked at, and those around it where it has pages.
-        """
-        get, found = self._tiers.catalog.get, set[int]()
-        if isinstance(tail, StateTail):
-            places = [place for place in tail.possible(range(end + 1)) if place]
-            parts = [tail.needed(place).start for place in places]
-            known = (get(tail.hashes[index]) for index in parts)
-            return {place - 1 for place, it in zip(places, known, strict=True) if it is not None}
-        step = tail.num_needed
-        for one in range(end % step, end, step):
-            for run in range(one, end), range(one - 1, -1, -1):
-                for block in run:
-                    if block in found or get(tail.hashes[block * len(tail.kinds)]) is None:
-                        break
-                    found.add(block)
         return found
 
     def pass_by(self, tail: Tail, num_computed: int) -> None:
