@@ -169,7 +169,7 @@ class Demoter:
             num_ahead: how many of the oldest pages have to be clean.
             at_most: how many writes to start at most.
         """
-        room = self._write_room
+        room = self._write_room if self._tiers.store is not None else 0
         pages = self._dirty(Tier.HOST, num_ahead, min(at_most, room)) if room else []
         return self._write_out(pages)
 
@@ -186,12 +186,13 @@ class Demoter:
         tiers.counters.demoted_host_blocks += len(pairs)
         self._num_copying -= len(pairs)
         arrived = dict[BlockHash, Block]()
-        for block, page in pairs:
+        for _, page in pairs:
             if page.block_hash is not None:  # if not, it expired or an operator evicted it
                 tiers.host.fill(page)
                 arrived[page.block_hash] = page
-            tiers.device.remove_reader(block)
         tiers.recheck(arrived)
+        for block, _ in pairs:
+            tiers.device.remove_reader(block)
         owed = tiers.catalog.owed if self._num_overdue > 0 else ()
         landed = [page for block_hash, page in arrived.items() if block_hash in owed]
         self._write_out(landed)  # before others take their room

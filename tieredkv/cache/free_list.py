@@ -162,7 +162,13 @@ class FreeList:
         block.is_clean, block.num_readers = is_clean, num_readers
         if not block.rank or self.is_kept(block):
             return
-        if is_clean or num_readers or block.part not in self._waiting:
+        if num_readers:
+            is_right = block.part is self._moving
+        elif is_clean:
+            is_right = block.part is self._clean
+        else:
+            is_right = block.part in self._waiting
+        if not is_right:
             self._take_out(block)
             self._put(block)
 

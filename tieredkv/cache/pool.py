@@ -387,9 +387,11 @@ class BlockPool:
     def touch(self, hashes: Iterable[BlockHash]) -> None:
         """Make a chain's evictable blocks the youngest; its head, given first, is the last."""
         blocks = self.find(dict.fromkeys(hashes))  # a block may be named twice
-        found = [block for block in blocks if block is not None and not block.ref_count]
-        if found:
-            found.reverse()
+        self.renew([block for block in blocks if block is not None])
+
+    def renew(self, blocks: Sequence[Block]) -> None:
+        """Make those of different blocks that are evictable the youngest; the first is the last."""
+        if found := [block for block in reversed(blocks) if not block.ref_count]:
             self._free.remove(found)
             self._append(found)
 

@@ -264,19 +264,18 @@ class Promoter:
         tiers.device.touch(hashes)
         tiers.touch_pages(hashes)
 
-    def queue_copy(self, page: Block, block: Block, source: Tier) -> None:
-        """Queue a copy of a ready page; the next `pump` starts it.
+    def queue_copies(self, copies: Copies) -> None:
+        """Queue copies of ready pages; the next `pump` starts them.
 
         Args:
-            page: of the content.
-            block: with the hash of the content. The copy takes over one use of it.
-            source: the tier that the content came from.
+            copies: each page with a block that has the hash of its content, and the tier that it
+                came from. A copy takes over one use of the block.
         """
-        self._tiers.host.acquire([page])
-        block.begin_copy()
-        block.source = source
-        self._tiers.num_promoting += 1
-        self._to_copy.append((page, block))
+        self._tiers.host.acquire(page for page, _ in copies)
+        for _, block in copies:
+            block.begin_copy()
+        self._tiers.num_promoting += len(copies)
+        self._to_copy += copies
 
     def on_read(self, read: Read) -> None:
         """Use what was read from disk, if the read succeeded, and release its page."""
@@ -455,7 +454,8 @@ class Promoter:
         block = self._tiers.device.lookup(block_hash)
         assert block is not None
         self._tiers.device.acquire([block])
-        self.queue_copy(page, block, source)
+        block.source = source
+        self.queue_copies([(page, block)])
         return True
 
     def _start_copies(self) -> None:

@@ -293,13 +293,16 @@ class Room:
         wanted = [(index, page) for index, page in reversed(pages.items()) if index >= first]
         num_blocks = min(len(wanted), promoter.num_copies_left, at_most)
         blocks = device.allocate(num_blocks, is_partial=True, only_empty=True).blocks
-        for (index, page), block in zip(wanted, blocks or [], strict=False):
+        copies = list[tuple[Block, Block]]()
+        for (_, page), block in zip(wanted, blocks or [], strict=False):
             block_hash = page.block_hash
             assert block_hash is not None, page
             device.insert(block, block_hash, chain.tenant)
-            chain.row.copy([index])
-            promoter.queue_copy(page, block, page.source or Tier.HOST)
-        if blocks:
+            block.source = page.source or Tier.HOST
+            copies.append((page, block))
+        if copies:
+            chain.row.copy(index for index, _ in wanted[: len(copies)])
+            promoter.queue_copies(copies)
             promoter.pump()
             asked_at = self._waits[chain].asked_at
             self._waits[chain] = _Wait(asked_at, asked_at)  # it gets on

@@ -201,9 +201,10 @@ class Tiers:
 
     def touch_pages(self, hashes: Iterable[BlockHash]) -> None:
         """Make the pages of a chain the youngest; those whose blocks VRAM keeps are duplicates."""
-        if pages := [page for page in self.host.find(hashes) if page is not None]:
-            self.note_doubles(pages)
-            self.host.touch(hashes)
+        pages = self.host.find(dict.fromkeys(hashes))  # a block may be named twice
+        found = [page for page in pages if page is not None]
+        self.note_doubles(found)
+        self.host.renew(found)
 
     def note_doubles(self, pages: Sequence[Block]) -> None:
         """Note which pages are duplicates, of blocks that VRAM keeps for longer."""
@@ -217,22 +218,24 @@ class Tiers:
 
     def acquire(self, blocks: Iterable[Block]) -> None:
         """Use blocks of VRAM: it keeps those again that it would have evicted next."""
-        for block in self.device.acquire(blocks):
-            assert block.block_hash is not None, block
-            if (page := self.host.lookup(block.block_hash)) is not None:
-                self.note_doubles([page])
+        due = self.device.acquire(blocks)
+        pages = self.host.find(block.block_hash for block in due)
+        self.note_doubles([page for page in pages if page is not None])
 
-    def end_duplicate(self, page: Block) -> None:
-        """Make a duplicate the youngest of the others, since VRAM will not keep its block.
+    def end_duplicates(self, pages: Iterable[Block]) -> None:
+        """Make duplicates the youngest of the others, since VRAM will not keep their blocks.
 
-        Any other page stays as clean as it is while VRAM has the block.
+        Other pages stay as clean as they are while VRAM has their blocks.
         """
-        block_hash = page.block_hash
-        if page.is_double and block_hash is not None:
-            page.is_double = False
-            if self.host.is_duplicate(page):
-                self.host.touch([block_hash])
-                self.host.put_clean(page, self.is_host_clean(block_hash))
+        host, free = self.host, dict[BlockHash, Block]()
+        for page in pages:
+            if page.is_double and (block_hash := page.block_hash) is not None:
+                page.is_double = False
+                if host.is_duplicate(page):
+                    free[block_hash] = page
+        host.touch(reversed(free))
+        for block_hash, page in free.items():
+            host.put_clean(page, self.is_host_clean(block_hash))
 
     # What leaves
 
@@ -266,8 +269,7 @@ class Tiers:
         due = self.pools[tier].look_ahead(num_ahead, most_looks)
         if tier is Tier.DEVICE:
             pages = self.host.find(block.block_hash for block in due if block.is_clean)
-            for page in filter(None, pages):
-                self.end_duplicate(page)
+            self.end_duplicates(page for page in pages if page is not None)
 
     def evict_clean(self, tier: Tier) -> int:
         """Evict all blocks of a tier that nobody uses and that are clean; return how many."""
@@ -326,29 +328,38 @@ class Tiers:
         if self.pools[tier].drop(block_hash) is None:
             return False
         self.counters.evictions[f"{tier},admin"] += 1
-        self._note_left(tier, block_hash)
+        self._note_left(tier, [block_hash])
         if not self.is_in_ram(block_hash):
             self.catalog.forget(block_hash, "admin")
         return True
 
-    def _note_left(self, tier: Tier, block_hash: BlockHash) -> None:
-        """Note that a copy has gone, in the pool of the other tier."""
+    def _note_left(self, tier: Tier, hashes: Sequence[BlockHash]) -> list[Block | None]:
+        """Note that copies have gone, in the pool of the other tier; return what that has."""
         if tier is Tier.DEVICE:
-            if (page := self.host.lookup(block_hash)) is not None:
-                self.end_duplicate(page)
-                self.host.put_clean(page, self.is_host_clean(block_hash))
-        elif (block := self.device.lookup(block_hash)) is not None:
-            self.device.put_clean(block, self.is_device_clean(block_hash))
+            pool, is_clean = self.host, self.is_host_clean
+        else:
+            pool, is_clean = self.device, self.is_device_clean
+        others = pool.find(hashes)
+        if tier is Tier.DEVICE:
+            self.end_duplicates(page for page in others if page is not None)
+        for block_hash, block in zip(hashes, others, strict=True):
+            if block is not None:
+                pool.put_clean(block, is_clean(block_hash))
+        return others
 
-    def _note_evicted(self, tier: Tier, evicted: Iterable[BlockHash]) -> None:
+    def _note_evicted(self, tier: Tier, evicted: Sequence[BlockHash]) -> None:
         """Count copies that were evicted for room; forget blocks that have left RAM with them.
 
         This is the only place where a block that was promised to the disk can be lost while the
         engine runs: every other way out of RAM is an expiry or an operator's eviction.
         """
-        for block_hash in evicted:
-            self.counters.evictions[f"{tier},capacity"] += 1
-            self._note_left(tier, block_hash)
+        if not evicted:
+            return
+        self.counters.evictions[f"{tier},capacity"] += len(evicted)
+        others = self._note_left(tier, evicted)
+        for block_hash, other in zip(evicted, others, strict=True):
+            if other is not None and other.is_ready:
+                continue
             entry = self.catalog.get(block_hash)
             if entry is not None and not self.is_in_ram(block_hash):
                 if self.is_promised(entry):
