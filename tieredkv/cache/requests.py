@@ -225,7 +225,6 @@ class TieredCache:
         Returns:
             Whether it holds the blocks now. If not, it holds nothing.
         """
-        device = self._tiers.device
         if self._room.lacks_still(chain, num_blocks, is_alone):
             return self._refusal(chain)
         missing = self._hits.look(chain)
@@ -238,9 +237,10 @@ class TieredCache:
         self._expiry.drop_among(chain.hashes)
         found = self._hits.find(chain, num_blocks, is_alone=is_alone)
         self._tiers.acquire(found.held)
-        fresh = self._room.allocate(chain, found.num_fresh, is_alone, makes_room=makes_room)
+        wanted = found.num_fresh, is_alone, found.known
+        fresh = self._room.allocate(chain, *wanted, makes_room=makes_room)
         if fresh is None:
-            device.release(found.held[::-1])
+            self._tiers.device.release(found.held[::-1])
             self._room.note_refused(chain, num_blocks, is_alone)
             self._want(chain, missing)  # some of it may have left RAM since the request came
             return self._refusal(chain)
@@ -512,7 +512,7 @@ class TieredCache:
 
     @property
     def has_more(self) -> bool:
-        """Whether only the bound of one step has kept the last `pump` from starting more."""
+        """Whether `pump` may start more: its last call was bounded, or something has changed."""
         is_behind = self._tiers.catalog.is_behind
         return is_behind or self._promoter.has_more or self._demoter.has_more
 

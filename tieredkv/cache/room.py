@@ -9,7 +9,7 @@ Called by the engine's thread only.
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tieredkv.cache.block import Block
@@ -163,6 +163,7 @@ class Room:
         chain: Chain,
         num_blocks: int,
         is_alone: bool,
+        known: Sequence[Block | None] = (),
         *,
         makes_room: bool = True,
         at_most: int = sys.maxsize,
@@ -173,6 +174,8 @@ class Room:
             chain: of the request.
             num_blocks: how many blocks.
             is_alone: no other request runs that could release blocks, so that floors give way.
+            known: of a request that waits, the blocks of its hit, which it holds; None for those
+                that VRAM lacks.
             makes_room: whether room is made at once if there is none yet. If not, `make_ahead` does
                 it, unless a few blocks will do.
             at_most: how many blocks are evicted or copied down at once; the others are when the
@@ -199,10 +202,9 @@ class Room:
             if not makes_room:
                 self._wait(chain, gets_on=False)
                 return None
-            blocks = self._make_room(chain, wanted, at_most)
+            blocks = self._make_room(chain, wanted, known, at_most)
             if blocks is None:
-                if not chain.blocks:
-                    self._bring_up(chain, at_most)
+                self._bring_up(chain, known, at_most)
                 return None
         self.forget(chain)
         self._demoter.note_change()
@@ -227,10 +229,11 @@ class Room:
         num_fresh = found.num_fresh
         self._tiers.acquire(found.held)
         if self.is_waiting(chain):
-            blocks = self.allocate(chain, num_fresh, is_alone, at_most=at_most)
+            blocks = self.allocate(chain, num_fresh, is_alone, found.known, at_most=at_most)
             device.release(blocks or [])
         elif device.num_empty < num_fresh <= device.num_free_for(chain.tenant):
-            self._evict_and_demote(chain, _Wanted(num_fresh, chain.tenant), at_most)
+            wanted = _Wanted(num_fresh, chain.tenant)
+            self._evict_and_demote(chain, wanted, found.known, at_most)
         device.release(found.held[::-1])
         return device.num_empty >= min(num_fresh, num_empty + at_most)
 
@@ -259,7 +262,7 @@ class Room:
             num_pages += count
             if num_pages > device.num_empty:
                 wanted = _Wanted(num_pages, chain.tenant)
-                self._evict_and_demote(chain, wanted, at_most=num_pages)
+                self._evict_and_demote(chain, wanted, (), at_most=num_pages)
 
     def _take(self, wanted: _Wanted, at_most: int) -> list[Block] | None:
         """Allocate blocks, if for that no more than `at_most` have to be evicted."""
@@ -277,7 +280,7 @@ class Room:
             is_partial=at_most is not None,
         )
 
-    def _bring_up(self, chain: Chain, at_most: int) -> None:
+    def _bring_up(self, chain: Chain, known: Sequence[Block | None], at_most: int) -> None:
         """Copy pages of a chain into the empty blocks of VRAM while room for all of it is coming.
 
         The pages are duplicates then and make room for what VRAM has to evict. If the whole table
@@ -286,7 +289,7 @@ class Room:
         request never waits for what it need not have begun.
         """
         device, promoter = self._tiers.device, self._promoter
-        pages = self._pages_to_copy(chain) if device.num_empty else {}
+        pages = self._pages_to_copy(chain, known) if device.num_empty else {}
         if not pages:
             return
         first = promoter.first_copied(chain, list(pages))
@@ -307,7 +310,9 @@ class Room:
             asked_at = self._waits[chain].asked_at
             self._waits[chain] = _Wait(asked_at, asked_at)  # it gets on
 
-    def _evict_and_demote(self, chain: Chain, wanted: _Wanted, at_most: int) -> int:
+    def _evict_and_demote(
+        self, chain: Chain, wanted: _Wanted, known: Sequence[Block | None], at_most: int
+    ) -> int:
         """Empty the clean ones of the blocks, then copy others down; return how many in all."""
         device = self._tiers.device
         # NOTE: an allocation may get its room in parts. Clean blocks are evicted before others
@@ -321,13 +326,15 @@ class Room:
             return num_evicted
         if not chain.blocks:
             self._tiers.touch_pages(chain.hashes)  # other chains' pages go before these
-        num_ahead = self._num_to_demote(chain, num_lacking)
+        num_ahead = self._num_to_demote(chain, known, num_lacking)
         return num_evicted + self._demoter.demote(num_ahead, at_most - num_evicted)
 
-    def _make_room(self, chain: Chain, wanted: _Wanted, at_most: int) -> list[Block] | None:
+    def _make_room(
+        self, chain: Chain, wanted: _Wanted, known: Sequence[Block | None], at_most: int
+    ) -> list[Block] | None:
         """Copy blocks down; take the request's blocks if it has room now, or has waited enough."""
         device, demoter, num_blocks = self._tiers.device, self._demoter, wanted.num_blocks
-        num_moved = self._evict_and_demote(chain, wanted, at_most)
+        num_moved = self._evict_and_demote(chain, wanted, known, at_most)
         self._poll()
         if (blocks := self._take(wanted, at_most)) is not None:
             return blocks
@@ -352,7 +359,7 @@ class Room:
         self._waits[chain] = _Wait(since, now)
         return now - since
 
-    def _num_to_demote(self, chain: Chain, num_blocks: int) -> int:
+    def _num_to_demote(self, chain: Chain, known: Sequence[Block | None], num_blocks: int) -> int:
         """Return how many blocks VRAM may evict at once for a request that lacks so many.
 
         For what the request has in host memory, its own pages make the room, in turns.
@@ -362,17 +369,13 @@ class Room:
         turn += host.num_empty + host.num_duplicates
         if num_blocks <= turn:
             return num_blocks
-        return max(turn, num_blocks - len(self._pages_to_copy(chain)))
+        return max(turn, num_blocks - len(self._pages_to_copy(chain, known)))
 
-    def _pages_to_copy(self, chain: Chain) -> dict[int, Block]:
+    def _pages_to_copy(self, chain: Chain, known: Sequence[Block | None]) -> dict[int, Block]:
         """Return the pages of a waiting request whose blocks VRAM does not hold, by index."""
-        tiers = self._tiers
-        if not tiers.can_load:
+        if not self._tiers.can_load:
             return {}
-        hashes = self._hits.readable(chain)
-        found = zip(tiers.device.find(hashes), tiers.host.find(hashes), strict=True)
-        return {
-            index: page
-            for index, (block, page) in enumerate(found)
-            if block is None and page is not None and page.is_ready
-        }
+        lacking = [index for index, block in enumerate(known) if block is None]
+        pages = self._tiers.host.find(map(chain.hashes.__getitem__, lacking))
+        found = zip(lacking, pages, strict=True)
+        return {index: page for index, page in found if page is not None and page.is_ready}
