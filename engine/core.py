@@ -114,6 +114,7 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._compiling: dict[Request, Future[Compiled]] = {}  # of requests not yet queued
         self._outputs: list[TokenOutput] = []
+        self._ended: list[Request] = []  # that hold their blocks until the next step
         self._launched: _Launched | None = None
         self._seeds = random.Random(settings.seed)
         self._is_closed = self._is_issued = self._is_stalled = False
@@ -195,6 +196,7 @@ class EngineCore:
         request = self._requests.get(request_id)
         if request is not None:
             self._finish(request)
+            self._release_ended()
             self._outputs.append(TokenOutput(request_id=request_id, finish_reason="abort"))
 
     def abort_all(self) -> None:
@@ -205,7 +207,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a `step` has anything to do: requests, outputs, or blocks being moved."""
-        is_busy = bool(self._requests or self._outputs) or self._launched is not None
+        is_busy = bool(self._requests or self._outputs or self._ended) or self._launched is not None
         return is_busy or not self.cache.is_idle
 
     def step(self) -> list[TokenOutput]:
@@ -215,7 +217,10 @@ class EngineCore:
         after the first step, while requests wait for blocks, and while the device has enough to do.
         While steps are short, no step is issued ahead, so that the caller can add new requests
         before each step.
+
+        What a request held is released by the next call, so that no output waits for it.
         """
+        self._release_ended()
         self._queue_compiled()
         if self._is_issued and self.scheduler.has_short_steps:
             self._is_issued = False
@@ -248,13 +253,14 @@ class EngineCore:
         must_see = any(request.sampler.needs_history for request, _ in rows)
         if must_see or self.scheduler.wants_preemption:  # else it runs ahead
             self._collect()
+            self._release_ended()
         scheduled = self.scheduler.schedule(may_preempt=self._launched is None)
         launched = self._launch(scheduled) if scheduled else None
         has_room = self.scheduler.make_room()  # this can take longer than a step
         self.cache.refresh()
+        self.cache.pump()
         self._collect()
         self._launched = launched
-        self.cache.pump()
         self._is_issued = bool(scheduled)
         self._is_stalled = not (scheduled or has_room or self.scheduler.wants_preemption)
 
@@ -274,7 +280,7 @@ class EngineCore:
         Blocks that expire do not count. The caller's timeout bounds how late they are dropped.
         """
         cache = self.cache
-        if self.verbs.slices.has_more:
+        if self.verbs.slices.has_more or self._ended:
             return 0.0
         if self._slack_s > 0:  # no step is due
             polls = cache.is_recalling or cache.has_more or cache.is_copying
@@ -304,6 +310,7 @@ class EngineCore:
             return
         self._is_closed = True
         self.abort_all()
+        self._release_ended()
         with self._stack:
             # What an operator evicts now is not written any more.
             lost = self.cache.drain(
@@ -424,9 +431,15 @@ class EngineCore:
         del self._requests[request.request_id]
         compiling = self._compiling.pop(request, None)
         if compiling is None:
-            self.scheduler.remove(request)
+            self._ended.append(request)
         else:
             compiling.cancel()
+
+    def _release_ended(self) -> None:
+        """Release what the requests hold that have ended."""
+        ended, self._ended = self._ended, []
+        for request in ended:
+            self.scheduler.remove(request)
 
     def _fail(self, request: Request, error: RequestError) -> None:
         self._finish(request)

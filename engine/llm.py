@@ -125,11 +125,10 @@ class LLM:
                             self.core.abort(output.request_id)
                 if unfinished:
                     self.core.wait(IDLE_WAIT_S)
-        except BaseException:
+        finally:
             for request_id in unfinished:
                 self.core.abort(request_id)
-            self.core.step()
-            raise
+            self.core.step()  # which releases what they held
         return list(answers.values())
 
     def demote(self, to: str, *, timeout_s: float = 60.0) -> bool:

@@ -69,7 +69,6 @@ class Demoter:
 
     Attributes:
         is_draining: whether all that is owed to the disk is written, even if it may wait.
-        has_more: whether more could be started at once, but for the bounds of one call.
     """
 
     def __init__(self, tiers: Tiers) -> None:
@@ -87,7 +86,12 @@ class Demoter:
         self.is_draining = False
         self._is_stale = True
         self._gains_nothing = False  # the last copies ahead of need evicted as many made before
-        self.has_more = False
+        self._is_bounded = False  # the last `pump` could have started more
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `pump` may start more: its last call was bounded, or something has changed."""
+        return self._is_bounded or self._is_stale
 
     @property
     def is_idle(self) -> bool:
@@ -123,10 +127,10 @@ class Demoter:
         """Start the moves that keep blocks clean, in a few microseconds if nothing has changed.
 
         The work of one call is bounded by the moves that it may start, however many blocks wait.
-        If more moves could be started, `has_more` is set and the next `pump` continues.
+        If more moves could be started, the next call continues (`has_more`).
         """
         at_most = MAX_MOVES + 2 * self._num_noted
-        self._num_noted, self.has_more = 0, False
+        self._num_noted, self._is_bounded = 0, False
         num_written = self._write_owed(at_most)
         if not self._is_stale:
             return
@@ -298,9 +302,9 @@ class Demoter:
         return len(tiers.catalog.owed) - int(most_bytes / tiers.payload_bytes)
 
     def _keep_going(self, num_started: int, at_most: int) -> None:
-        """Set `has_more` if a step started as many moves as it may."""
+        """Have the next `pump` continue if a step started as many moves as it may."""
         if num_started >= at_most:
-            self._is_stale = self.has_more = True
+            self._is_stale = self._is_bounded = True
 
     def _write_owed(self, at_most: int) -> int:
         """Start the writes, and the copies before them, of the first blocks that are overdue.
@@ -330,7 +334,7 @@ class Demoter:
                 blocks.append(block)
         num_written, num_copied = self._write_out(pages), self._copy_out(blocks)
         self._put_first(owed, [block for block in blocks if not block.num_readers])
-        self.has_more = self.has_more or max(num_written, num_copied) >= at_most
+        self._is_bounded = self._is_bounded or max(num_written, num_copied) >= at_most
         return num_written
 
     def _copy_used(self, at_most: int) -> int:
