@@ -157,8 +157,9 @@ class Row:
         """Return all blocks in a state, ascending; what is returned never changes."""
         if (known := self._known.get(state)) is None:
             found: Sequence[int] = ()
-            if state in self._states:
-                found = _where(np.frombuffer(bytes(self._states), np.uint8) == state)
+            if (first := self.first(state)) >= 0:  # of many pages few are used
+                some = self._states[first : self.last(state) + 1]
+                found = _where(np.frombuffer(some, np.uint8) == state, first)
             self._known[state] = known = found
         return known
 
@@ -187,8 +188,8 @@ class Row:
         return self._states.count(state)
 
 
-def _where(is_so: NDArray[np.bool_]) -> Sequence[int]:
-    """Return the indices of what is true."""
+def _where(is_so: NDArray[np.bool_], first: int = 0) -> Sequence[int]:
+    """Return the indices of what is true, of indices from `first` on."""
     found = array("q")
-    found.frombytes(np.flatnonzero(is_so).astype(np.int64, copy=False).tobytes())
+    found.frombytes((np.flatnonzero(is_so) + first).astype(np.int64, copy=False).tobytes())
     return found
