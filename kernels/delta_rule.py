@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tieredkv.kernels.state_layout import LayerState, StateRows
 from tieredkv.kernels.state_reference import EPS
-from tieredkv.types import MAX_KEPT_WITHIN
 
 NUM_COLUMNS = 16
 """Of a state, which a program of one warp holds in registers."""
@@ -40,22 +39,25 @@ def softplus(x):
 def _delta_rule_kernel(
     mixed_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, out_ptr, pool_ptr, tables_ptr, rows_ptr,
     mixed_stride, a_stride, b_stride, pool_stride, tables_stride, first_piece, scale, eps,
-    beta_scale, NUM_FIELDS: tl.constexpr, NUM_ENDS: tl.constexpr, NUM_HEADS: tl.constexpr,
-    NUM_KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    PIECES_PER_PAGE: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
+    beta_scale, NUM_FIELDS: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PIECES_PER_PAGE: tl.constexpr,
+    KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
 ):  # fmt: skip
     """Run tokens of one row, but for those in chunks, through VALUE_TILE columns of a head's state.
 
     Grid: (ceil(VALUE_DIM / VALUE_TILE), NUM_HEADS, num_rows). Columns of a state do not depend on
-    each other. A program of a row that has no such tokens returns at once. Only the last NUM_ENDS
-    pairs of a row are read. Masks: key elements past KEY_DIM, columns past VALUE_DIM. Bytes moved:
-    the state read once, and written once and for each place where it is kept, 4 bytes each; values
-    and outputs once; queries and keys once per head and tile, mostly from the cache.
+    each other. A program of a row that has no such tokens returns at once. What a token brings is
+    loaded while the one before is computed. Masks: key elements past KEY_DIM, columns past
+    VALUE_DIM. Bytes moved: the state read once, and written once and for each place where it is
+    kept, 4 bytes each; values and outputs once; queries and keys once per head and tile, mostly
+    from the cache.
+
+    One kernel serves all steps: two would round differently, where they fuse other products and
+    sums, and the result of a row would depend on the rows beside it.
     """
     row_ptr = rows_ptr + NUM_FIELDS * tl.program_id(2)
-    ends_ptr = row_ptr + (NUM_FIELDS - 2 * NUM_ENDS)
-    done = tl.load(row_ptr + 1)
-    if done >= tl.load(row_ptr + (NUM_FIELDS - 2)):
+    done, num_tokens = tl.load(row_ptr + 1), tl.load(row_ptr + (NUM_FIELDS - 2))
+    if done >= num_tokens:
         return
     head = tl.program_id(1)
     first_token = (tl.load(row_ptr) + done).to(tl.int64)
@@ -77,25 +79,32 @@ def _delta_rule_kernel(
     out_ptr += (first_token * NUM_HEADS + head) * VALUE_DIM
     rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
     dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
-    for pair in range(NUM_ENDS):
-        end = tl.load(ends_ptr + 2 * pair)
-        target = tl.load(ends_ptr + 2 * pair + 1).to(tl.int64)
-        for _ in range(done, end):
-            q = tl.load(q_ptr + dim, is_dim, other=0.0).to(tl.float32)
-            k = tl.load(q_ptr + NUM_KEY_HEADS * KEY_DIM + dim, is_dim, other=0.0).to(tl.float32)
-            v = tl.load(v_ptr + column, is_column, other=0.0).to(tl.float32)
+    q_raw = tl.load(q_ptr + dim, is_dim, other=0.0)
+    k_raw = tl.load(q_ptr + NUM_KEY_HEADS * KEY_DIM + dim, is_dim, other=0.0)
+    v_raw = tl.load(v_ptr + column, is_column, other=0.0)
+    a_raw, b_raw = tl.load(a_ptr), tl.load(b_ptr)
+    for pair in range((NUM_FIELDS - 3) // 2):
+        end = tl.load(row_ptr + 3 + 2 * pair)
+        target = tl.load(row_ptr + 4 + 2 * pair).to(tl.int64)
+        for token in range(done, end):
+            q, k, v = q_raw.to(tl.float32), k_raw.to(tl.float32), v_raw.to(tl.float32)
+            a, b = a_raw.to(tl.float32), b_raw.to(tl.float32)
+            if token + 1 < num_tokens:
+                q_ptr += mixed_stride
+                v_ptr += mixed_stride
+                a_ptr += a_stride
+                b_ptr += b_stride
+                q_raw = tl.load(q_ptr + dim, is_dim, other=0.0)
+                k_raw = tl.load(q_ptr + NUM_KEY_HEADS * KEY_DIM + dim, is_dim, other=0.0)
+                v_raw = tl.load(v_ptr + column, is_column, other=0.0)
+                a_raw, b_raw = tl.load(a_ptr), tl.load(b_ptr)
             q *= tl.rsqrt(tl.sum(q * q) + eps) * scale
             k *= tl.rsqrt(tl.sum(k * k) + eps)
-            beta = tl.sigmoid(tl.load(b_ptr).to(tl.float32)) * beta_scale
-            state *= tl.exp(rate * softplus(tl.load(a_ptr).to(tl.float32) + dt_bias))
-            change = (v - tl.sum(k[:, None] * state, axis=0)) * beta
+            state *= tl.exp(rate * softplus(a + dt_bias))
+            change = (v - tl.sum(k[:, None] * state, axis=0)) * (tl.sigmoid(b) * beta_scale)
             state += k[:, None] * change[None, :]
             read = tl.sum(q[:, None] * state, axis=0)
             tl.store(out_ptr + column, read.to(out_ptr.dtype.element_ty), is_column)
-            q_ptr += mixed_stride
-            v_ptr += mixed_stride
-            a_ptr += a_stride
-            b_ptr += b_stride
             out_ptr += NUM_HEADS * VALUE_DIM
         if end > done:
             page = tl.load(tables_ptr + target * tables_stride).to(tl.int64)
@@ -115,8 +124,7 @@ def delta_rule(
     out: Tensor,
 ) -> None:
     """Launch the kernel; as `states.delta_rule`, but without what is computed in chunks."""
-    shape, num_fields = state.shape, rows.rows.shape[1]
-    num_ends = 1 if rows.tiles is None else MAX_KEPT_WITHIN + 1
+    shape = state.shape
     value_tile = min(NUM_COLUMNS, triton.next_power_of_2(shape.value_dim))
     grid = (triton.cdiv(shape.value_dim, value_tile), shape.num_heads, len(rows.rows))
     if not all(grid):
@@ -124,7 +132,7 @@ def delta_rule(
     _delta_rule_kernel[grid](
         mixed, a, b, a_log, dt_bias, out, state.pool, state.tables, rows.rows, mixed.stride(0),
         a.stride(0), b.stride(0), state.pool.stride(0), state.tables.stride(0), state.first_piece,
-        shape.key_dim**-0.5, EPS, beta_scale, NUM_FIELDS=num_fields, NUM_ENDS=num_ends,
+        shape.key_dim**-0.5, EPS, beta_scale, NUM_FIELDS=rows.rows.shape[1],
         NUM_HEADS=shape.num_heads, NUM_KEY_HEADS=shape.num_key_heads, KEY_DIM=shape.key_dim,
         VALUE_DIM=shape.value_dim, PIECES_PER_PAGE=state.pieces_per_page,
         KEY_TILE=triton.next_power_of_2(shape.key_dim), VALUE_TILE=value_tile,

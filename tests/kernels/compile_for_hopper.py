@@ -459,11 +459,12 @@ def compile_states(dtype: torch.dtype, shape: StateShape, *, has_bias: bool) -> 
     """Compile the kernels of a recurrent layer, for single tokens and for more."""
     paged = {"PIECES_PER_PAGE": 7}
     for token_tile, num_ends in ((1, 1), (state_plan.CONV_TILE, 3)):
-        ends = paged | {"NUM_FIELDS": state_plan.NUM_FIELDS, "NUM_ENDS": num_ends}
+        ends = {"NUM_FIELDS": state_plan.NUM_FIELDS, "NUM_ENDS": num_ends}
         compile_kernel(
             short_conv._short_conv_kernel,
             dtype,
-            ends
+            paged
+            | ends
             | ({} if has_bias else {"bias_ptr": None})
             | ({"tiles_ptr": None} if token_tile == 1 else {})
             | {
@@ -484,9 +485,8 @@ def compile_states(dtype: torch.dtype, shape: StateShape, *, has_bias: bool) -> 
         "KEY_TILE": triton.next_power_of_2(shape.key_dim),
         "VALUE_TILE": delta_rule.NUM_COLUMNS,
     }
-    for num_ends in (1, 3):
-        ends = paged | {"NUM_FIELDS": state_plan.NUM_FIELDS, "NUM_ENDS": num_ends}
-        compile_kernel(delta_rule._delta_rule_kernel, dtype, ends | sizes, num_warps=1)
+    rows = paged | {"NUM_FIELDS": state_plan.NUM_FIELDS}
+    compile_kernel(delta_rule._delta_rule_kernel, dtype, rows | sizes, num_warps=1)
     dims = {name: sizes[name] for name in ("NUM_HEADS", "NUM_KEY_HEADS", "KEY_DIM", "VALUE_DIM")}
     dims |= {"DIM_TILE": triton.next_power_of_2(max(shape.key_dim, shape.value_dim))}
     split = delta_inputs._split_kernel

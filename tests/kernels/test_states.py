@@ -124,13 +124,15 @@ def test_pieces_are_found_in_pages_of_any_number_of_them(
         check_pool(relative_error, case, before, pool, which)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+LAYERS = [(1, 1.0), (17, 2.0), (3, 2.0), (16, 1.0), (40, 1.0), (64, 2.0)]
+
+
 @pytest.mark.parametrize(
-    ("num_tokens", "beta_scale"),
-    few([(1, 1.0), (17, 2.0), (3, 2.0), (16, 1.0), (40, 1.0), (130, 2.0)], 2),
+    ("num_tokens", "beta_scale", "backend"),
+    few([*((*it, backend) for it in LAYERS for backend in BACKENDS), (130, 2.0, "reference")], 4),
 )
 def test_a_layer_computes_what_transformers_does(
-    relative_error: RelativeError, backend: str, num_tokens: int, beta_scale: float
+    relative_error: RelativeError, num_tokens: int, beta_scale: float, backend: str
 ) -> None:
     modeling = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
     case = make_case([(num_tokens, False)], SMALL, beta_scale=beta_scale)
@@ -251,7 +253,7 @@ def test_decays_of_small_softplus_keep_their_digits(
     relative_error: RelativeError, backend: str
 ) -> None:
     shape = StateShape(1, 1, 4, 4, 2)
-    case = make_case([(100, False)], shape)
+    case = make_case([(64, False)], shape)
     case.a_log[:], case.dt_bias[:] = math.log(16.0), -9.7
     case.b[:] = -30.0  # nothing is added, so that only decays are seen
     pool = case.expected_update()[1]
@@ -437,8 +439,8 @@ def test_pieces_of_layers_follow_each_other() -> None:
 
 GPU_ROWS = {
     "decode": [(1, index % 5 == 0) for index in range(32)],
-    "long": [(200, False)],
-    "mixed": [(1, False), (200, True), (0, False), (5, False), (1, True), (33, False)],
+    "long": [(64, False)],
+    "mixed": [(1, False), (64, True), (0, False), (5, False), (1, True), (33, False)],
 }
 
 
