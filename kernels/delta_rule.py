@@ -57,6 +57,7 @@ def _delta_rule_kernel(
     """
     row_ptr = rows_ptr + NUM_FIELDS * tl.program_id(2)
     done, num_tokens = tl.load(row_ptr + 1), tl.load(row_ptr + (NUM_FIELDS - 2))
+    num_unused = tl.load(row_ptr + 3)
     if done >= num_tokens:
         return
     head = tl.program_id(1)
@@ -83,9 +84,10 @@ def _delta_rule_kernel(
     k_raw = tl.load(q_ptr + NUM_KEY_HEADS * KEY_DIM + dim, is_dim, other=0.0)
     v_raw = tl.load(v_ptr + column, is_column, other=0.0)
     a_raw, b_raw = tl.load(a_ptr), tl.load(b_ptr)
-    for pair in range((NUM_FIELDS - 3) // 2):
-        end = tl.load(row_ptr + 3 + 2 * pair)
-        target = tl.load(row_ptr + 4 + 2 * pair).to(tl.int64)
+    for pair in range(num_unused, (NUM_FIELDS - 4) // 2):
+        end = tl.load(row_ptr + 4 + 2 * pair)
+        target = tl.load(row_ptr + 5 + 2 * pair).to(tl.int64)
+        page = tl.load(tables_ptr + target * tables_stride).to(tl.int64)
         for token in range(done, end):
             q, k, v = q_raw.to(tl.float32), k_raw.to(tl.float32), v_raw.to(tl.float32)
             a, b = a_raw.to(tl.float32), b_raw.to(tl.float32)
@@ -107,7 +109,6 @@ def _delta_rule_kernel(
             tl.store(out_ptr + column, read.to(out_ptr.dtype.element_ty), is_column)
             out_ptr += NUM_HEADS * VALUE_DIM
         if end > done:
-            page = tl.load(tables_ptr + target * tables_stride).to(tl.int64)
             tl.store(pool_ptr + page * pool_stride + element, state, mask)
             done = end
 

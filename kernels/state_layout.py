@@ -73,7 +73,7 @@ class StateRows(NamedTuple):
     Attributes:
         spans: the rows on the host. Only the reference reads them, so that they may be empty where
             a captured step serves any rows.
-        rows: [num_rows, 3 + 2 * (MAX_KEPT_WITHIN + 1)] int32, contiguous, on the device; see
+        rows: [num_rows, 4 + 2 * (MAX_KEPT_WITHIN + 1)] int32, contiguous, on the device; see
             `state_plan.row_fields`.
         tiles: [num_tiles, 2] int32, as rows; the row and the number of each tile of the convolution
             that the rows consist of, and of others behind the end of a row. None if no row has more

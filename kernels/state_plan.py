@@ -34,7 +34,7 @@ Each costs a little where there are fewer."""
 _NO_TILE = 1 << 20
 """A tile behind the end of any row."""
 
-NUM_FIELDS = 3 + 2 * (MAX_KEPT_WITHIN + 1)
+NUM_FIELDS = 4 + 2 * (MAX_KEPT_WITHIN + 1)
 """Of a row; see `row_fields`."""
 
 _CHUNK_FIELDS = 3
@@ -51,16 +51,25 @@ def row_fields(span: StateSpan) -> list[int]:
 
     Returns:
         The index of its first token; how many tokens are computed in chunks; the row of the tables
-        whose state the others go on from; then pairs of a number of tokens and the row of the
-        tables where the state behind them is written. The last pair is that of the whole row. Pairs
-        of no tokens stand for nothing, and so does a row whose last pair is one.
+        whose state the others go on from; how many of the pairs are of no use. Then these pairs, of
+        a number of tokens and the row of the tables where the state behind them is written. Those
+        of no use come first, and that of the whole row last. A row of zeros is one without tokens.
     """
     row, first_token, num_tokens, kept = span
     in_chunks = num_in_chunks(span)
     source = kept[0][1] if kept and in_chunks else row
-    unused = [0, row] * (MAX_KEPT_WITHIN - len(kept))
+    num_unused = MAX_KEPT_WITHIN - len(kept)
     pairs = [number for pair in kept for number in pair]
-    return [first_token, in_chunks, source, *unused, *pairs, num_tokens, row]
+    return [
+        first_token,
+        in_chunks,
+        source,
+        num_unused,
+        *[0, 0] * num_unused,
+        *pairs,
+        num_tokens,
+        row,
+    ]
 
 
 class PlanSize(NamedTuple):

@@ -31,10 +31,11 @@ def in_chunks(span: StateSpan) -> int:
 
 def check_row(fields: list[int], span: StateSpan) -> None:
     """Require that the fields of a row say what it is."""
-    first_token, num_in_chunks, source, *pairs = fields
+    first_token, num_in_chunks, source, num_unused, *pairs = fields
     assert (first_token, num_in_chunks) == (span.first_token, in_chunks(span))
-    found = [(end, row) for end, row in zip(pairs[::2], pairs[1::2], strict=True) if end]
-    assert found == [*span.kept, *([(span.num_tokens, span.row)] if span.num_tokens else [])]
+    found = [*zip(pairs[::2], pairs[1::2], strict=True)]
+    assert found[:num_unused] == [(0, 0)] * num_unused
+    assert found[num_unused:] == [*span.kept, (span.num_tokens, span.row)]
     assert source == (span.kept[0][1] if span.kept and num_in_chunks else span.row)
 
 

@@ -67,6 +67,7 @@ def look_up(core: ModelledCore, prompt: list[int]) -> tuple[float, float, int]:
     cache.arrive(chain)
     while not cache.is_settled(chain):
         spent_s += time.thread_time()
+        cache.pump()  # as a step does: without it the engine does not wait after a change
         core.wait(1.0)
         spent_s -= time.thread_time()
         cache.poll()
