@@ -76,8 +76,8 @@ class LayerKV(NamedTuple):
 MAX_KEPT_WITHIN = 2
 """At so many places within the tokens that a step computes for a request its state can be kept."""
 
-MAX_TOKENS_BEHIND = 256
-"""The most tokens of a step behind the first of these places: they are computed one by one."""
+MAX_PASSING_TOKENS = 256
+"""The most tokens that a step computes for a request if it is to pass such places."""
 
 
 class StateShape(NamedTuple):

@@ -16,7 +16,7 @@ from tieredkv.cache.block import Block
 from tieredkv.cache.chain import Chain
 from tieredkv.cache.tail import NO_PAGE, Interval, Tail, hit_pages, tail_kinds
 from tieredkv.errors import IntegrityError
-from tieredkv.types import MAX_KEPT_WITHIN, MAX_TOKENS_BEHIND, HashAlgo, KVSpec
+from tieredkv.types import MAX_KEPT_WITHIN, MAX_PASSING_TOKENS, HashAlgo, KVSpec
 
 ZEROS = -1
 """Stands for a page of zeros that is copied from."""
@@ -40,9 +40,9 @@ class StateStep(NamedTuple):
 class StateTail(Tail):
     """The state of a request at its places, and the pages in which it has it while it runs.
 
-    Where a step of a prompt passes a place, it keeps the state there by itself. Where a step ends
-    at one, a copy is made before the next step, when the host knows all tokens before it. Behind
-    its prompt a request keeps one copy, which it moves on as it generates.
+    Where a short step of a prompt passes a place, it keeps the state there by itself. Where a step
+    ends at one, a copy is made before the next step, when the host knows all tokens before it.
+    Behind its prompt a request keeps one copy, which it moves on as it generates.
 
     A request that is preempted goes on from its last copy. So it holds that one until there is a
     later one, and if it runs beside others it holds pages for the first copy from its admission on:
@@ -143,8 +143,9 @@ class StateTail(Tail):
     def step_end(self, start: int, end: int, *, is_last: bool) -> int:
         """Return where a step has to end so that states are kept, or the last one can be copied.
 
-        It passes places to be kept only if few tokens are behind the first, since those are
-        computed one by one. The last step of a request ends anywhere.
+        A short step passes places to be kept. A long one ends at the first, so that what is behind
+        it is computed in the same step, to the last bit, when a later request goes on there. The
+        last step of a request ends anywhere.
         """
         size = self.block_size
         most = self._last_block(start // size, -(-end // size))
@@ -156,7 +157,7 @@ class StateTail(Tail):
     def _last_block(self, first: int, end: int) -> int:
         """Return the end of the blocks, from `first` to at most `end`, that a step may compute."""
         places = self._places_within(first, end)
-        if places and end - places[0] > MAX_TOKENS_BEHIND // self.block_size:
+        if places and end - first > MAX_PASSING_TOKENS // self.block_size:
             return places[0]
         return places[MAX_KEPT_WITHIN] if len(places) > MAX_KEPT_WITHIN else end
 
