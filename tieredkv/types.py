@@ -77,7 +77,7 @@ MAX_KEPT_WITHIN = 2
 """At so many places within the tokens that a step computes for a request its state can be kept."""
 
 MAX_PASSING_TOKENS = 256
-"""The most tokens that a step computes for a request if it is to pass such places."""
+"""The most tokens that a step computes for a request from the first of such places on."""
 
 
 class StateShape(NamedTuple):

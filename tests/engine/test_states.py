@@ -92,13 +92,13 @@ def test_a_prompt_of_any_length_is_found_but_for_two_cells(write: Write, block_s
     ("num_shared", "length", "expected"),
     [
         (0, 150, [150]),
-        (0, 700, [576, 124]),
+        (0, 700, [640, 60]),
         (300, 390, [390 - 256]),
-        (150, 700, [576 - 128, 124]),
+        (150, 700, [640 - 128, 60]),
         (610, 660, [660 - 576]),
     ],
 )
-def test_a_short_step_passes_the_places_at_the_end_of_a_prompt_and_keeps_their_states(
+def test_a_step_passes_places_near_the_end_of_a_prompt_and_keeps_their_states(
     write: Write, monkeypatch: pytest.MonkeyPatch, num_shared: int, length: int, expected: list[int]
 ) -> None:
     prompt, steps = tokens(length, seed=12), list[int]()

@@ -40,8 +40,8 @@ class StateStep(NamedTuple):
 class StateTail(Tail):
     """The state of a request at its places, and the pages in which it has it while it runs.
 
-    Where a short step of a prompt passes a place, it keeps the state there by itself. Where a step
-    ends at one, a copy is made before the next step, when the host knows all tokens before it.
+    Where a step of a prompt passes a place, it keeps the state there by itself. Where one ends at a
+    place, a copy is made before the next step, when the host knows all tokens before it.
     Behind its prompt a request keeps one copy, which it moves on as it generates.
 
     A request that is preempted goes on from its last copy. So it holds that one until there is a
@@ -123,7 +123,7 @@ class StateTail(Tail):
             copies = [*zip(self.state_ids, self._page_ids(place), strict=True)]
             self._note_written(place)
         kept = list[tuple[int, Sequence[int]]]()
-        for place in self._passed_places(start // self.block_size, -(-end // self.block_size)):
+        for place in self._places_within(start // self.block_size, -(-end // self.block_size)):
             if place - 1 in self._held:
                 ids = self._page_ids(place)
                 # What a page has behind its pieces is not written by a step, and may be anyone's.
@@ -143,9 +143,9 @@ class StateTail(Tail):
     def step_end(self, start: int, end: int, *, is_last: bool) -> int:
         """Return where a step has to end so that states are kept, or the last one can be copied.
 
-        A short step passes places to be kept. A long one ends at the first, so that what is behind
-        it is computed in the same step, to the last bit, when a later request goes on there. The
-        last step of a request ends anywhere.
+        A short step passes places to be kept. A long one ends at the first, or at one a little
+        behind it, so that what follows is computed in the same step, to the last bit, when a later
+        request goes on there. The last step of a request ends anywhere.
         """
         size = self.block_size
         most = self._last_block(start // size, -(-end // size))
@@ -157,19 +157,17 @@ class StateTail(Tail):
     def _last_block(self, first: int, end: int) -> int:
         """Return the end of the blocks, from `first` to at most `end`, that a step may compute."""
         places = self._places_within(first, end)
-        if places and end - first > MAX_PASSING_TOKENS // self.block_size:
-            return places[0]
-        return places[MAX_KEPT_WITHIN] if len(places) > MAX_KEPT_WITHIN else end
+        most = MAX_PASSING_TOKENS // self.block_size
+        if not places or (end - first <= most and len(places) <= MAX_KEPT_WITHIN):
+            return end
+        places = places[: MAX_KEPT_WITHIN + 1]
+        return max(place for place in places if place - places[0] <= most)
 
     def _places_within(self, first: int, end: int) -> list[int]:
         """Return the places to be kept that lie within the blocks `[first, end)`."""
         if end - first < 2 or self.hit_end > first:
             return []
         return [place for place in self.kept_between(first, end - 1) if self._is_new(place)]
-
-    def _passed_places(self, first: int, end: int) -> list[int]:
-        """Return those that a step passes, which would compute the blocks `[first, end)`."""
-        return self._places_within(first, self._last_block(first, end))
 
     def begin(self, hit_end: int, num_blocks: int) -> None:
         """Begin for a request that goes on behind `hit_end` blocks, with a state of zeros."""
@@ -198,7 +196,7 @@ class StateTail(Tail):
         `[first, end)`, and at the places that this passes.
         """
         self.extend(end)
-        places = self._passed_places(first, end)
+        places = self._places_within(first, end)
         if (place := self._wanted) and not self._can_move:
             places.insert(0, place)
         places = [place for place in reversed(places) if place - 1 not in self._held]
