@@ -188,6 +188,15 @@ def test_a_device_that_becomes_slower_is_known_to_be_after_a_few_steps_of_some_k
     assert rate.step_seconds(8_192, 0.0) == pytest.approx(3 * 2.4e-5 * 8_192, rel=0.1)
 
 
+def test_steps_of_sizes_between_those_that_were_measured_tell_of_a_slower_device() -> None:
+    rate = ComputeRate(8_192)
+    for num_tokens in (512, 8_192):
+        rate.learn(num_tokens, 0.0, 2.4e-5 * num_tokens)
+    for num_tokens in (1_000, 1_400, 2_000, 2_800, 4_000, 5_600):
+        rate.learn(num_tokens, 0.0, 3 * 2.4e-5 * num_tokens)
+    assert rate.step_seconds(8_192, 0.0) == pytest.approx(3 * 2.4e-5 * 8_192, rel=0.1)
+
+
 @pytest.mark.parametrize("factor", [3.0, 1 / 3])
 def test_a_device_that_has_changed_is_noticed_though_one_kind_of_step_is_seen(
     factor: float,

@@ -131,7 +131,7 @@ class ComputeRate:
         new = Step(max(1, num_tokens), num_pairs, max(seconds, 1e-6), num_read)
         known = self._kinds.get(new.kind)
         self._num_learnt += not new.has_few
-        if known is not None and not new.has_few:
+        if not new.has_few and (known is not None or self._is_between(new)):
             self._note_change(new)
         before = new if known is None or known.last < 0 else known.mean
         mean = Step(*(was + NEW_SHARE * (it - was) for was, it in zip(before, new, strict=True)))
@@ -143,6 +143,12 @@ class ComputeRate:
             self._streak.seen[new.kind] = new
             if self._streak.says_changed:
                 self._follow_change(self._streak)
+
+    def _is_between(self, step: Step) -> bool:
+        """Return whether steps of fewer and of more tokens of prompts were measured."""
+        kinds = self._kinds.values()
+        sizes = [it.mean.num_tokens for it in kinds if it.last >= 0 and not it.mean.has_few]
+        return min(sizes, default=math.inf) <= step.num_tokens <= max(sizes, default=0.0)
 
     def replace(self, step: Step) -> None:
         """Have a step stand for all of its kind; the caller knows better than their mean."""
