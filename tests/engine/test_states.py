@@ -25,6 +25,7 @@ from tieredkv.engine.loader import find_model
 from tieredkv.engine.runner import ModelRunner
 from tieredkv.engine.step_buffers import BatchRow, StepOutput
 from tieredkv.errors import ConfigError, ModelError
+from tieredkv.hashing import chain_hashes
 from tieredkv.types import STATE_GRID_TOKENS, BlockHash, Tier
 
 GRID = STATE_GRID_TOKENS
@@ -121,6 +122,31 @@ def test_a_step_passes_places_near_the_end_of_a_prompt_and_keeps_their_states(
             answer, num_found = generate(llm, turn)
             assert num_found == end
             assert answer == cold(llm, turn)
+
+
+def test_blocks_that_no_request_can_go_on_behind_are_evicted_first(write: Write) -> None:
+    older, younger = tokens(200, seed=20), tokens(300, seed=21)
+    with open_llm(write()) as llm:
+        answers = [generate(llm, prompt)[0] for prompt in (older, younger)]
+        assert llm.demote("host", timeout_s=10)
+        tiers = llm.core.parts.tiers
+        [root] = {it.root for it in tiers.catalog.entries()}
+        chain = chain_hashes(root, younger, 16)
+        places = [it for it in tiers.catalog.entries() if it.kind and it.parent_hash in chain]
+        parts = {it.parent_hash: it.block_hash for it in places}  # one of each place
+        assert [chain.index(it) for it in parts] == [11, 15]
+        assert not tiers.catalog.superseded
+        for part in parts.values():
+            assert tiers.drop_copy(Tier.HOST, part)
+        llm.core.cache.pump()
+        assert tiers.catalog.superseded == {*chain[:16]}
+        taken = tiers.allocate(Tier.HOST, tiers.host.num_empty + 16)
+        assert taken is not None
+        assert not any(tiers.host.find(chain[:16]))
+        tiers.host.release(taken)
+        for prompt, answer, expected in zip((older, younger), answers, (192, 0), strict=True):
+            assert generate(llm, prompt) == (answer, expected)
+        assert tiers.catalog.superseded.isdisjoint(chain)
 
 
 def test_a_request_that_leaves_another_one_in_its_last_cells_finds_what_is_before(

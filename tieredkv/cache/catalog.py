@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tieredkv.cache.miss_reasons import MissReason, MissReasons
+from tieredkv.cache.reach import Reach
 from tieredkv.errors import IntegrityError
 from tieredkv.pieces import PIECE_BLOCKS
 from tieredkv.retention import RetentionPolicies
@@ -114,8 +115,9 @@ class Catalog:
         owed: blocks that a policy lets onto the disk and that the disk does not have, oldest first.
             One whose claim on the disk has just ended may still be among them.
         given_up: the same, of blocks that may be evicted without a copy; a stop tries them again.
-        superseded: pages behind which requests have gone on, and that no other is likely to need;
-            they are evicted first, and go to no slower tier.
+        superseded: pages behind which requests have gone on, and that no other is likely to need,
+            and blocks behind which none can; they are evicted first, and go to no slower tier.
+        reach: behind which blocks requests can go on, of models that need further pages for that.
         blocks_with_pages: blocks of which the first further page has an entry.
         num_added: how many entries have come so far; one that comes again counts again.
         is_behind: whether the last call of `due` left entries unexamined that were due.
@@ -124,6 +126,7 @@ class Catalog:
     def __init__(self, policies: RetentionPolicies) -> None:
         self._policies = policies
         self._entries: dict[BlockHash, Entry] = {}
+        self.reach = Reach(self._entries)
         self.pinned: set[BlockHash] = set()
         self.owed: OrderedDict[BlockHash, None] = OrderedDict()
         self.given_up: set[BlockHash] = set()
@@ -178,22 +181,33 @@ class Catalog:
 
     def add_all(self, entries: Sequence[Entry]) -> list[Entry]:
         """Insert entries as `add` does; entries with equal deadlines are queued together."""
-        added: list[Entry] = []
-        num_before = len(self._entries)
+        added, come = list[Entry](), list[Entry]()
         for entry in entries:
-            known = self._entries.setdefault(entry.block_hash, entry)
-            if known is not entry:
+            known = self._entries.get(entry.block_hash)
+            if known is None:
+                known = self._entries[entry.block_hash] = entry
+                come.append(entry)
+            elif known is not entry:
                 known.claims |= entry.claims
                 known.computed_at = min(known.computed_at, entry.computed_at)
                 known.last_used = max(known.last_used, entry.last_used)
                 known.pinned_until = max(known.pinned_until, entry.pinned_until)
                 known.disk_expires_at = max(known.disk_expires_at, entry.disk_expires_at)
             added.append(known)
-        self.num_added += len(self._entries) - num_before
-        self.blocks_with_pages.update(it.parent_hash for it in entries if it.is_first_page)
+        self.num_added += len(come)
+        self.blocks_with_pages.update(it.parent_hash for it in come if it.is_first_page)
+        if self.blocks_with_pages:
+            self._note_come(come)
         self._queue(added)
         self._note_owed(added)
         return added
+
+    def _note_come(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            if entry.is_first_page:
+                self.reach.add_place(entry.parent_hash)
+            elif not entry.kind:
+                self.reach.add(entry.block_hash)
 
     def note_on_disk(self, entry: Entry, until: float) -> None:
         """Note that the store has acknowledged a copy, and its deadline."""
@@ -222,6 +236,13 @@ class Catalog:
         for block_hash in hashes:
             self.superseded.add(block_hash)
             self._forget_owed(block_hash)
+
+    def need_again(self, hashes: Iterable[BlockHash]) -> list[BlockHash]:
+        """Note that blocks are not superseded any more; return those that were."""
+        found = [block_hash for block_hash in hashes if block_hash in self.superseded]
+        self.superseded.difference_update(found)
+        self._note_owed(entry for each in found if (entry := self._entries.get(each)) is not None)
+        return found
 
     def try_again(self) -> list[BlockHash]:
         """Count no demotion as given up any more; return the blocks whose demotion was."""
@@ -389,6 +410,10 @@ class Catalog:
         entry = self._entries.pop(block_hash, None)
         if entry is not None:
             self._unqueue(entry)
+            if entry.kind:
+                self.reach.end_place(entry.parent_hash)
+            elif self.blocks_with_pages:
+                self.reach.forget(entry.block_hash, entry.parent_hash)
             if entry.is_first_page:
                 self.blocks_with_pages.discard(entry.parent_hash)
         self.pinned.discard(block_hash)
@@ -544,6 +569,7 @@ class Catalog:
         first_pages = (entry for entry in self._entries.values() if entry.is_first_page)
         if self.blocks_with_pages != {entry.parent_hash for entry in first_pages}:
             raise IntegrityError("`blocks_with_pages` differs from the pages of the entries")
+        self.reach.check()
         if self.pinned != {each for each, e in self._entries.items() if e.pinned_until}:
             raise IntegrityError("`pinned` differs from the pins of the entries")
         if not self._entries.keys() >= self.superseded:

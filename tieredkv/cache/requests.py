@@ -505,6 +505,7 @@ class TieredCache:
     def pump(self) -> None:
         """Expire blocks, load and demote ahead of need; called once a step."""
         self._expiry.sweep()
+        self._tiers.note_reach()
         self._departures.pump()
         if self._promoter.pump():
             self._demoter.note_change()

@@ -187,9 +187,33 @@ class Tiers:
         """Have pages evicted first, which then go to no slower tier."""
         self.counters.superseded_pages += len(hashes)
         self.catalog.supersede(hashes)
+        self._put_again(hashes)
+
+    def _put_again(self, hashes: Sequence[BlockHash]) -> None:
+        """Put blocks where they belong in the order of eviction."""
         self.recheck(hashes)
         for pool in self.pools.values():
             pool.touch(hashes)
+
+    def _is_in_ram_only(self, block_hash: BlockHash) -> bool:
+        """Return whether a block is in RAM and never goes to disk."""
+        if (entry := self.catalog.get(block_hash)) is None:
+            return False
+        has_disk = self.store is not None and self.catalog.may_enter(entry.claims, Tier.DISK)
+        return not (has_disk or entry.is_on_disk)
+
+    def note_reach(self) -> None:
+        """Have blocks evicted first that no request can go on behind any more.
+
+        Those that may go to disk are left out, since what a request needs there may be on disk.
+        """
+        if not (changed := self.catalog.reach.take_changed()):
+            return
+        lost = [it for it, is_of_use in changed.items() if not is_of_use]
+        lost = [it for it in lost if self._is_in_ram_only(it)]
+        self.catalog.supersede(lost)
+        found = self.catalog.need_again(it for it, is_of_use in changed.items() if is_of_use)
+        self._put_again([*reversed(found), *reversed(lost)])
 
     # Pages
 
@@ -365,3 +389,4 @@ class Tiers:
                 if self.is_promised(entry):
                     count_failure(self.counters.lost_blocks, entry.refusal or "too_slow", _LOST)
                 self.catalog.forget(block_hash, EVICTED[Tier.DISK if entry.is_on_disk else tier])
+        self.note_reach()
