@@ -145,10 +145,15 @@ class ComputeRate:
                 self._follow_change(self._streak)
 
     def _is_between(self, step: Step) -> bool:
-        """Return whether steps of fewer and of more tokens of prompts were measured."""
-        kinds = self._kinds.values()
-        sizes = [it.mean.num_tokens for it in kinds if it.last >= 0 and not it.mean.has_few]
-        return min(sizes, default=math.inf) <= step.num_tokens <= max(sizes, default=0.0)
+        """Return whether steps of fewer and of more tokens and pairs were measured."""
+        known = [it.mean for it in self._kinds.values() if it.last >= 0 and not it.mean.has_few]
+        return bool(known) and all(
+            min(sizes) <= size <= max(sizes)
+            for size, sizes in (
+                (step.num_tokens, [it.num_tokens for it in known]),
+                (step.num_pairs, [it.num_pairs for it in known]),
+            )
+        )
 
     def replace(self, step: Step) -> None:
         """Have a step stand for all of its kind; the caller knows better than their mean."""
