@@ -241,7 +241,7 @@ class Catalog:
         """Note that blocks are not superseded any more; return those that were."""
         found = [block_hash for block_hash in hashes if block_hash in self.superseded]
         self.superseded.difference_update(found)
-        self._note_owed(entry for each in found if (entry := self._entries.get(each)) is not None)
+        self._note_owed(map(self._entries.__getitem__, found))
         return found
 
     def try_again(self) -> list[BlockHash]:

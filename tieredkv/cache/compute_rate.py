@@ -147,12 +147,10 @@ class ComputeRate:
     def _is_between(self, step: Step) -> bool:
         """Return whether steps of fewer and of more tokens and pairs were measured."""
         known = [it.mean for it in self._kinds.values() if it.last >= 0 and not it.mean.has_few]
-        return bool(known) and all(
-            min(sizes) <= size <= max(sizes)
-            for size, sizes in (
-                (step.num_tokens, [it.num_tokens for it in known]),
-                (step.num_pairs, [it.num_pairs for it in known]),
-            )
+        tokens, all_pairs = [it.num_tokens for it in known], [it.num_pairs for it in known]
+        return bool(known) and (
+            min(tokens) <= step.num_tokens <= max(tokens)
+            and min(all_pairs) <= step.num_pairs <= max(all_pairs)
         )
 
     def replace(self, step: Step) -> None:
