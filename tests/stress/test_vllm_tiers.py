@@ -36,13 +36,14 @@ def test_each_arm_of_each_tier_has_figures(tmp_path: Path) -> None:
         (tier, arm, length) for tier, some in arms.items() for arm in some for length in (64, 128)
     )
     assert all(row["tokens"] == ["equal", "equal"] for row in report["rows"])
+    assert not any(row["gaps"] for row in report["rows"])
     assert {row["arm"] for row in report["rows"] if "GBps" in row} == {"disk", "restart"}
     assert report["metrics"]["fs"] == {"vllm:kv_offload_load_bytes": 5.0}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["tokens", "miss"])
-def test_what_is_wrong_from_disk_is_a_problem(
+@pytest.mark.parametrize("fault", ["tokens", "miss", "ends"])
+def test_what_is_wrong_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     monkeypatch.setenv("TIEREDKV_FAULT", fault)
@@ -96,3 +97,14 @@ def test_what_a_token_keeps_is_known_for_each_kind_of_layers() -> None:
     assert vllm_tiers.kv_bytes_of(heads) == 4 * 2 * 2 * 2 * 8
     assert vllm_tiers.kv_bytes_of(heads | windows) == 2 * 2 * 2 * 2 * 8
     assert vllm_tiers.kv_bytes_of(heads | latent) == 4 * 2 * 576
+
+
+def test_how_far_another_token_was_from_the_right_one_is_told(tmp_path: Path) -> None:
+    measuring = vllm_tiers.Measuring("tieredkv", tmp_path, 1, 0.5)
+    tops = [{"t1": -0.1, "t2": -0.4}]
+    right = vllm_tiers.Answer(5.0, ["t1"], tops, cached_tokens=0, bytes_from_disk=0)
+    for token in ("t1", "t2", "t3"):
+        measuring.note("host", 64, right._replace(tokens=[token], cached_tokens=64), right)
+    [row] = measuring.rows()
+    assert row["tokens"] == ["equal", "tie", "wrong"]
+    assert row["gaps"] == [pytest.approx(0.3), None]

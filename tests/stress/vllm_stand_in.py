@@ -3,7 +3,8 @@
 Its memory and its VRAM are sets of prompts, and its disk is one file for each. If it has a tier of
 tieredkv, it has a process that looks like its worker, and another one when that dies.
 `TIEREDKV_FAULT` makes it wrong: `tokens`, another answer from the disk; `miss`, nothing found
-there; `refusal`, an error instead of an answer once a worker has died.
+there; `ends`, answers that the last tokens of prompts decide alone; `refusal`, an error instead of
+an answer once a worker has died.
 """
 
 import json
@@ -80,7 +81,7 @@ async def complete(request: Request) -> Response:
     host.add(name)
     if fault == "refusal" and any(each.num_deaths for each in workers):
         return JSONResponse({"error": "a worker has died"}, 500)
-    first = sum(prompt) + (on_disk and fault == "tokens")
+    first = sum(prompt[-16:] if fault == "ends" else prompt) + (on_disk and fault == "tokens")
     form = "token_id:{}" if body.get("return_tokens_as_token_ids") else "t{}"
     words = [form.format(first + place) for place in range(body["max_tokens"])]
     bests = [{word: -0.1, "t0": -3.0} for word in words]

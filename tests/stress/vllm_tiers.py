@@ -29,6 +29,9 @@ they do. It is a problem if the first token that differs has a log-probability o
 below that of the right one: in bfloat16 the order of computing moves each logit by up to 0.26 with
 the shapes of Llama-3.1-8B.
 
+A prompt that only ends like another one must be answered differently (`other`), else a wrong block
+would not be seen. `gaps` has what each other token was less likely by, none where it was not told.
+
 With `restore = auto`, the default, our tier computes what that promises to be faster for, and
 `num_loaded` tells of how many prompts anything was loaded.
 
@@ -37,6 +40,7 @@ The exit code is 1 if there are problems, such as a hit that was none where all 
 
 import functools
 import json
+import math
 import os
 import shutil
 import signal
@@ -51,7 +55,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from tests.stress.client import NUM_TOPS, Prompt, difference, prompts_of, served_by
+from tests.stress.client import NUM_TOPS, Prompt, difference, gap, prompts_of, served_by
 from tests.stress.vllm_server import (
     SETTLED_S,
     Server,
@@ -73,6 +77,7 @@ ANSWER_TOKENS = 24  # so that some steps follow a prompt, by which our tier lear
 RAW_BYTES = 1 << 30
 KILL_AFTER_S = 0.03  # from the request; a lookup takes some steps
 EXPIRED_S = 25 * 3600.0
+COMMON_TOKENS = 16  # at the end of two prompts
 MIN_HIT = 0.9  # of a prompt
 MIN_STORED = 0.98
 Row = dict[str, Any]
@@ -144,6 +149,7 @@ class Measuring:
         self._block_tokens = 1
         self.answers: dict[tuple[str, int], list[Answer]] = {}
         self.texts: dict[tuple[str, int], list[str]] = {}
+        self.gaps: dict[tuple[str, int], list[float | None]] = {}
         self.problems = list[str]()
         self._right: list[tuple[int, Prompt, Answer]] = []
 
@@ -158,6 +164,8 @@ class Measuring:
             for length in lengths:
                 [prompt] = prompts_of(1, length, vocab_size, (self.tier, length, repeat))
                 self._take_turns(server, model, length, prompt)
+        for length, prompt, right in self._right[: len(lengths)]:
+            self._other(server, model, vocab_size, length, prompt, right)
 
     def _take_turns(self, server: Server, model: str, length: int, prompt: Prompt) -> None:
         stored = 0 if self.tier == "ram" else stored_bytes(self.tier, self.folder)
@@ -176,6 +184,21 @@ class Measuring:
         if self.has_faults:
             self._kill(server, model, length, prompt, right)
         self._right.append((length, prompt, right))
+
+    def _other(
+        self,
+        server: Server,
+        model: str,
+        vocab_size: int,
+        length: int,
+        prompt: Prompt,
+        right: Answer,
+    ) -> None:
+        """Ask with a prompt that only ends like this one."""
+        [head] = prompts_of(1, length - COMMON_TOKENS, vocab_size, ("other", length))
+        other = ask(server, model, [*head, *prompt[-COMMON_TOKENS:]])
+        if other.tokens == right.tokens:
+            self.problems.append(f"{self.tier} other {length}: the answer is the same")
 
     def _whole(self, length: int) -> int:
         """Return how many tokens of a prompt lie in blocks that can be found again."""
@@ -225,9 +248,12 @@ class Measuring:
     def note(self, arm: str, length: int, answer: Answer, right: Answer | None) -> Answer:
         """Take in the answer of one arm, and what is wrong with it beside the right one."""
         self.answers.setdefault((arm, length), []).append(answer)
-        text = "equal"
+        text, gaps = "equal", self.gaps.setdefault((arm, length), [])
         if right is not None:
-            text, _ = difference(right.tokens, right.tops, answer.tokens, self.tie)
+            text, place = difference(right.tokens, right.tops, answer.tokens, self.tie)
+            if text != "equal":
+                far = gap(right.tops[place], answer.tokens[place])
+                gaps.append(None if math.isinf(far) else far)
         self.texts.setdefault((arm, length), []).append(text)
         name = f"{self.tier} {arm} {length}"
         click.echo(
@@ -260,7 +286,8 @@ class Measuring:
                 rates = [it.bytes_from_disk / it.ttft_ms / 1e6 for it in loaded]
                 row["num_loaded"] = len(loaded)
                 row["GBps"] = statistics.median(rates) if rates else None
-            yield row | {"tokens": self.texts[arm, length]}
+            row["tokens"] = self.texts[arm, length]
+            yield row | {"gaps": self.gaps[arm, length]}
 
 
 def kv_bytes_of(config: Row) -> int:
