@@ -151,13 +151,12 @@ def measure_errors(device: torch.device, dtype: torch.dtype) -> Errors:
     pool = draw(1, shape.layer_pieces * shape.piece_elements).repeat(2, 1)
     given = mixed, a, b, rates, torch.zeros_like(rates), LayerState(pool, tables, shape, 0)
     whole, cut = (mixed.new_empty(num_tokens, 2, shape.value_dim) for _ in range(2))
-    expected, spans = pool.clone(), [StateSpan(0, 0, num_tokens)]
-    parts = [StateSpan(1, 0, half)], [StateSpan(1, half, num_tokens - half)]
-    for some, out in ((spans, whole), *((part, cut) for part in parts)):
-        chunks = state_plan.make_rows(some, device).chunks
-        assert chunks is not None, "a row is too short for chunks"
-        delta_rule(*given, chunks, 1.0, out)
-    rows = state_plan.make_rows(spans, device)
+    expected = pool.clone()
+    spans = StateSpan(0, 0, num_tokens), StateSpan(1, 0, half), StateSpan(1, half, half)
+    rows, *parts = (state_plan.make_rows([span], device) for span in spans)
+    for some, out in ((rows, whole), *((part, cut) for part in parts)):
+        assert some.chunks is not None, "a row is too short for chunks"
+        delta_rule(*given, some.chunks, 1.0, out)
     exact = state_reference.delta_rule(*given[:-1], given[-1]._replace(pool=expected), rows, 1.0)
     used = slice(0, shape.num_heads * shape.piece_elements)
     found = torch.cat([whole.flatten().float(), pool[0, used]])

@@ -11,11 +11,27 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
+import click
 import httpx
 
+from tieredkv.cli.bench_options import with_options
 from tieredkv.http_clients import http_client
 
 Prompt = list[int]
+measures_a_server = with_options(
+    [
+        click.option("--url", required=True, help="URL of the server, without `/v1`."),
+        click.option(
+            "--server", "name", required=True, help="Server, version and flags, for the report."
+        ),
+        click.option(
+            "--vocab-size", default=128_000, show_default=True, help="Token ids are below it."
+        ),
+        click.option("--commit", help="Commit to report, if the source tree has no git history."),
+    ]
+)
+"""Adds the options of a command that measures a running server."""
+
 NUM_TOPS = 5  # likeliest tokens of each place, of which a server is asked to tell
 
 

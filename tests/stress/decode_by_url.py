@@ -18,7 +18,7 @@ import click
 import httpx
 import numpy as np
 
-from tests.stress.client import Prompt, prompts_of, served_by
+from tests.stress.client import Prompt, measures_a_server, prompts_of, served_by
 from tests.stress.sessions_by_url import ANSWER_TIMEOUT_S, ask, body_of
 from tieredkv.bench import raw
 from tieredkv.bench.decode import parse_workload
@@ -44,12 +44,9 @@ async def measure(url: str, model: str, prompts: list[Prompt], num_tokens: int) 
 
 
 @click.command(help=__doc__)
-@click.option("--url", required=True, help="URL of the server, without `/v1`.")
-@click.option("--server", "name", required=True, help="Server, version and flags, for the report.")
+@measures_a_server
 @click.option("--workloads", default="1x2048+256,32x2048+256", show_default=True, help="See above.")
-@click.option("--vocab-size", default=128_000, show_default=True, help="Token ids are below it.")
 @click.option("--repeats", default=3, show_default=True, help="Runs of each workload.")
-@click.option("--commit", help="Commit to report, if the source tree has no git history.")
 def main(
     url: str, name: str, workloads: str, vocab_size: int, repeats: int, commit: str | None
 ) -> None:

@@ -33,7 +33,7 @@ import click
 import httpx
 import numpy as np
 
-from tests.stress.client import served_by
+from tests.stress.client import measures_a_server, served_by
 from tests.stress.thinking_agents import ChatTurn, Thoughts, write_conversations
 from tieredkv.bench import crowd, crowd_figures, raw
 from tieredkv.bench.sessions import MAX_PROMPT_TOKENS, Script, Shape, make_scripts
@@ -264,18 +264,15 @@ def _hit_rates(answers: list[Answer]) -> Row:
 
 
 @click.command(help=__doc__)
-@click.option("--url", required=True, help="URL of the server, without `/v1`.")
-@click.option("--server", "name", required=True, help="Server, version and flags, for the report.")
+@measures_a_server
 @click.option("--sessions", default=8, show_default=True, help="Sessions at once.")
 @click.option("--seed", default="0", show_default=True, help="Seeds, one run each, with commas.")
 @with_options(SESSIONS)
-@click.option("--vocab-size", default=128_000, show_default=True, help="Token ids are below it.")
 @click.option("--chat", "is_chat", is_flag=True, help="Send conversations, as above.")
 @click.option(
     "--thoughts", type=click.Choice(["kept", "dropped"]), help="Of agents that think, as above."
 )
 @click.option("--tokens-of", "tokenizer", help="URL of the server that makes token ids, as above.")
-@click.option("--commit", help="Commit to report, if the source tree has no git history.")
 def main(
     url: str,
     name: str,

@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 
+from tests.stress.client import measures_a_server
 from tests.stress.ttft_by_url import Server
 from tieredkv.bench import raw
 
@@ -49,14 +50,11 @@ def figures(groups: list[list[Row]], shared_tokens: int) -> Row:
 
 
 @click.command(help=__doc__)
-@click.option("--url", required=True, help="URL of the server, without `/v1`.")
-@click.option("--server", "name", required=True, help="Server, version and flags, for the report.")
+@measures_a_server
 @click.option("--shared-tokens", type=click.IntRange(min=GRID), default=600, show_default=True)
 @click.option("--own-tokens", type=click.IntRange(min=1), default=100, show_default=True)
 @click.option("--requests", type=click.IntRange(min=3), default=8, show_default=True)
 @click.option("--groups", type=click.IntRange(min=1), default=10, show_default=True)
-@click.option("--vocab-size", default=128_000, show_default=True, help="Token ids are below it.")
-@click.option("--commit", help="Commit to report, if the source tree has no git history.")
 def main(
     url: str,
     name: str,

@@ -26,7 +26,7 @@ from typing import Any
 
 import click
 
-from tests.stress.client import Prompt, prompts_of, served_by
+from tests.stress.client import Prompt, measures_a_server, prompts_of, served_by
 from tieredkv.bench import raw
 from tieredkv.http_clients import http_client
 
@@ -84,8 +84,7 @@ def measure(server: Server, arm: str, length: int, flood_tokens: int) -> tuple[f
 
 
 @click.command(help=__doc__)
-@click.option("--url", required=True, help="URL of the server, without `/v1`.")
-@click.option("--server", "name", required=True, help="Server, version and flags, for the report.")
+@measures_a_server
 @click.option(
     "--prefix-tokens", default="2048,8192,32768", show_default=True, help="Lengths of the prefix."
 )
@@ -93,9 +92,7 @@ def measure(server: Server, arm: str, length: int, flood_tokens: int) -> tuple[f
 @click.option(
     "--flood-tokens", default=262_144, show_default=True, help="Tokens sent before a `host` hit."
 )
-@click.option("--vocab-size", default=128_000, show_default=True, help="Token ids are below it.")
 @click.option("--repeats", default=5, show_default=True, help="Requests per arm and length.")
-@click.option("--commit", help="Commit to report, if the source tree has no git history.")
 def main(
     url: str,
     name: str,
