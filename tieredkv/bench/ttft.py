@@ -9,12 +9,14 @@ For every prefix length and repeat, a new prefix is served in each of these arms
     disk      the prefix was demoted to disk, and VRAM and host memory are empty
     planned   the same, but the planner decides which blocks are loaded; the others are computed
     restart   the first process has ended; a new one serves the prompt from disk
+    planned_restart
+              the same before that, and the planner decides
     batched   the prompt is served with empty tiers beside another prompt, before the cold run
 
 Every hit is verified. The report has the tier that the tokens came from, the digest of the reused
 blocks in VRAM next to the digest taken in the cold run, whether the output tokens equal the cold
 ones, and the largest difference of any logit. The 64 tokens after the prefix are never cached. All
-arms but `planned` load whatever a tier has (restore = "load").
+arms but the planned ones load whatever a tier has (restore = "load").
 
 In 16 bits the order of computing changes logits. `batched` shows by how much, where nothing is
 loaded, so that the differences of the other arms can be judged. A prompt whose tokens part at a
@@ -26,7 +28,7 @@ says whether the worker reads past it, and `bytes_from_disk` are the bytes that 
 storage for the worker. They should be 0.95 to 1.2 times `bytes_loaded`, and the report complains if
 they are fewer.
 
-`run` starts one process for all arms but `restart`, and one more for each row of restarts, so that
+`run` starts one process for all other arms, and one more for the restarts of each length, so that
 a restart is real. Processes run one at a time, and their start is not part of any figure. If it is
 interrupted, it reports what was measured by then.
 """
@@ -63,7 +65,11 @@ from tieredkv.errors import ConfigError, TieredKVError
 from tieredkv.types import BlockHash, KVSpec, Progress, Tier, tracked
 
 TIER_OF_ARM = {"batched": None, "cold": None, "device": "device", "host": "host", "disk": "disk"}
-TIER_OF_ARM |= {"planned": "disk", "restart": "disk"}  # in the order in which they are measured
+TIER_OF_ARM |= dict.fromkeys(("planned", "planned_restart", "restart"), "disk")
+"""Arms in the order in which they are measured."""
+
+PLANNED = ("planned", "planned_restart")
+RESTARTS = ("planned_restart", "restart")
 SUFFIX_TOKENS = 64
 OUTPUT_TOKENS = 8
 PARAMS = SamplingParams(
@@ -155,7 +161,7 @@ def _serve(llm: LLM, length: int, repeat: int, arm: str) -> Sample:
         TieredKVError: the prefix does not stay in VRAM, or could not be demoted.
     """
     demote_all(llm, TIER_OF_ARM[arm])
-    llm.core.parts.tiers.settings.restore = "auto" if arm == "planned" else "load"
+    llm.core.parts.tiers.settings.restore = "auto" if arm in PLANNED else "load"
     prompt, is_batched = make_prompt(llm, length, repeat), arm == "batched"
     beside = make_prompt(llm, BESIDE_TOKENS, repeat) if is_batched else None
     sample = serve_once(llm, prompt, digested=not is_batched, beside=beside)
@@ -265,8 +271,10 @@ def run(
         limits = {"h2d_GBps": raw.h2d_GBps(), "disk_read_GBps": disk_read_GBps}
         places = {"disk_dir": f"{folder}/store", **temporary_keys(f"{folder}/keys")}
         settings = sizes | settings | {"restore": "load"} | places
-        first = [arm for arm in TIER_OF_ARM if arm in ("cold", *arms) and arm != "restart"]
-        last = TIER_OF_ARM["restart"] if "restart" in arms else None
+        asked = [arm for arm in TIER_OF_ARM if arm in ("cold", *arms)]
+        first = [arm for arm in asked if arm not in RESTARTS]
+        again = [arm for arm in asked if arm in RESTARTS]
+        last = TIER_OF_ARM[again[0]] if again else None
         samples, is_interrupted = in_new_process(
             measure, settings, prefix_tokens, repeats, first, last
         )
@@ -275,7 +283,7 @@ def run(
                 if is_interrupted:
                     break
                 restarts, is_interrupted = in_new_process(
-                    measure, settings, [length], repeats, ["restart"], last
+                    measure, settings, [length], repeats, again, last
                 )
                 samples |= restarts
         page_cache = sources.page_cache(path)
@@ -293,7 +301,7 @@ def run(
         ratio = sources.disk_over_loaded([row["bytes_from_disk"]], [row["bytes_loaded"]])
         # The worker may read its program, too.
         problems += find_problems(row, share.problem(row["page_cache"], ratio, may_exceed=True))
-    for arm, what in [("cold", "cases"), ("restart", "restarts")][: 2 if last else 1]:
+    for arm, what in [("cold", "cases"), *((arm, "restarts") for arm in again[:1])]:
         num_served = sum(len(samples.get((arm, length), [])) for length in prefix_tokens)
         problems += cut_short(num_served, len(prefix_tokens) * repeats, what)
     facts = {"model": found.name, "dtype": found.dtype, "block_size": kv_spec.block_size}
@@ -393,7 +401,7 @@ def _row(arm: str, length: int, samples: Samples, block_bytes: int, page_cache: 
     bytes_loaded = int(statistics.median(len(it.loaded) * block_bytes for it in ours))
     from_disk = [it.bytes_from_disk for it in ours if it.bytes_from_disk is not None]
     reused = [
-        [each for each in other.digests if arm != "planned" or each in it.loaded]
+        [each for each in other.digests if arm not in PLANNED or each in it.loaded]
         for it, other in zip(ours, cold, strict=True)
     ]
     computed, found = (
@@ -424,6 +432,6 @@ def _row(arm: str, length: int, samples: Samples, block_bytes: int, page_cache: 
         "max_logit_diff": max(differences),
         "num_prompts_excluded": sum(are_excluded),
         "is_from_claimed_tier": sources.are_from(
-            [it.by_tier for it in ours], tier, may_compute=arm == "planned"
+            [it.by_tier for it in ours], tier, may_compute=arm in PLANNED
         ),
     }

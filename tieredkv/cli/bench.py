@@ -123,7 +123,7 @@ def measure(
     arms(
         ARMS,
         "Where prefixes come from, as above, with commas between.",
-        default=[it for it in ARMS if it not in ("planned", "batched")],
+        default=("cold", "device", "host", "disk", "restart"),
     ),
     repeats(5),
     TIERS,
@@ -138,12 +138,14 @@ def ttft() -> None:
     disk      it is on disk
     planned   it is on disk, and what is faster to compute is computed (restore = "auto")
     restart   it is on disk, and the process is a new one
+    planned_restart
+              as `planned`, and the process is a new one
     batched   everything is computed, beside another prompt
 
-    By default all but `planned` and `batched` are measured. Every hit is proved: its tier, its keys
-    and values and its tokens are compared with the cold run, and the exit code is 1 if one differs.
-    All arms but `planned` load whatever a tier has (restore = "load"). The bench makes a store in
-    the folder `--disk-dir` and removes it again.
+    By default all but the planned ones and `batched` are measured. Every hit is proved: its tier,
+    its keys and values and its tokens are compared with the cold run, and the exit code is 1 if one
+    differs. All arms but the planned ones load whatever a tier has (restore = "load"). The bench
+    makes a store in the folder `--disk-dir` and removes it again.
 
     In 16 bits, logits depend on the order of computing. `batched` shows how much: in the JSON
     report, compare its `max_logit_diff` with those of the other arms. Prompts whose tokens part at
@@ -154,9 +156,9 @@ def ttft() -> None:
     times the bytes that were loaded. Where `page_cache` is "warm" it may give less: there is no
     block device under the folder, or its filesystem has no O_DIRECT.
 
-    Ctrl-C and SIGTERM remove the store; the prompts that were served in all arms but `restart` by
-    then are reported, and so are the restarts that were measured. The exit code is then 1. It is
-    130 if there is nothing to report.
+    Ctrl-C and SIGTERM remove the store; the prompts that were served in all arms of the first
+    process by then are reported, and so are the restarts that were measured. The exit code is then
+    1. It is 130 if there is nothing to report.
 
     \b
     Example:

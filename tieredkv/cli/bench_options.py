@@ -10,7 +10,7 @@ import click
 from tieredkv.cli.settings import settings_options
 from tieredkv.units import parse_bytes
 
-ARMS = ("cold", "device", "host", "disk", "planned", "restart", "batched")
+ARMS = ("cold", "device", "host", "disk", "planned", "restart", "planned_restart", "batched")
 RESTORE_ARMS = ("cold", "load", "planned", "device", "chunked")
 CROWD_ARMS = ("no_disk", "load", "planned")
 
