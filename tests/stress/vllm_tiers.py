@@ -101,22 +101,20 @@ def ask(server: Server, model: str, prompt: Prompt) -> Answer:
     data, before = json.dumps(body).encode(), server.bytes_from_disk()
     headers = {"Content-Type": "application/json"}
     tokens, tops, usage = list[str](), list[dict[str, float]](), dict[str, Any]()
-    start, first_ms = perf_counter(), 0.0
-    with (
-        http_client(server.url, timeout=300) as http,
-        http.stream("POST", "/v1/completions", content=data, headers=headers) as response,
-    ):
-        response.raise_for_status()
-        for line in response.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            usage = event.get("usage") or usage
-            for choice in event.get("choices", ()):
-                first_ms = first_ms or 1e3 * (perf_counter() - start)
-                logprobs = choice.get("logprobs") or {}
-                tokens += logprobs.get("tokens", [])
-                tops += logprobs.get("top_logprobs", [])
+    with http_client(server.url, timeout=300) as http:
+        start, first_ms = perf_counter(), 0.0
+        with http.stream("POST", "/v1/completions", content=data, headers=headers) as response:
+            response.raise_for_status()
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                usage = event.get("usage") or usage
+                for choice in event.get("choices", ()):
+                    first_ms = first_ms or 1e3 * (perf_counter() - start)
+                    logprobs = choice.get("logprobs") or {}
+                    tokens += logprobs.get("tokens", [])
+                    tops += logprobs.get("top_logprobs", [])
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     return Answer(first_ms, tokens, tops, cached, server.bytes_from_disk() - before)
 
