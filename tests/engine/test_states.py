@@ -162,6 +162,20 @@ def test_a_request_that_leaves_another_one_in_its_last_cells_finds_what_is_befor
             assert answer == cold(llm, other)
 
 
+def until_aborted(llm: LLM, prompt: list[int], num_made: int) -> list[int]:
+    """Return so many tokens of an answer, which is aborted then, one token late."""
+    params = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
+    asked, answer = llm.make_request(prompt, params), list[int]()
+    llm.core.add_request(asked)
+    while len(answer) < num_made:
+        outputs: list[TokenOutput] = llm.core.step()
+        answer += [token for output in outputs for token in output.token_ids]
+        llm.core.wait(0.01)
+    llm.core.abort(asked.request_id)
+    llm.core.step()
+    return answer
+
+
 @pytest.mark.parametrize("end", [GRID - 1, GRID, GRID + 1, 2 * GRID, 2 * GRID + 1])
 @pytest.mark.parametrize("is_aborted", [False, True])
 def test_the_next_turn_goes_on_at_the_last_place_of_the_answer(
@@ -170,20 +184,8 @@ def test_the_next_turn_goes_on_at_the_last_place_of_the_answer(
     prompt = tokens(100, seed=2)
     num_made = 128 + end - len(prompt)
     with open_llm(write()) as llm:
-        asked = llm.make_request(
-            prompt, SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
-        )
-        answer = list[int]()
-        if is_aborted:
-            llm.core.add_request(asked)
-            while len(answer) < num_made:
-                outputs: list[TokenOutput] = llm.core.step()
-                answer += [token for output in outputs for token in output.token_ids]
-                llm.core.wait(0.01)
-            llm.core.abort(asked.request_id)
-            llm.core.step()
-        else:
-            answer, _ = generate(llm, prompt, num_made)
+        make = until_aborted if is_aborted else lambda *asked: generate(*asked)[0]
+        answer = make(llm, prompt, num_made)
         llm.core.cache.check()
         text = prompt + answer
         turn = text + tokens(20, seed=3)
@@ -192,6 +194,23 @@ def test_the_next_turn_goes_on_at_the_last_place_of_the_answer(
         num_computed = len(text) - (not is_aborted)
         assert num_found == num_computed // GRID * GRID
         assert found == cold(llm, turn)
+
+
+def test_the_next_turn_of_an_answer_that_a_stop_string_has_ended_goes_on_before_its_end(
+    write: Write, tmp_path: Path
+) -> None:
+    prompt = tokens(100, seed=2)
+    options: dict[str, Any] = {"disk_dir": str(tmp_path / "store"), "disk_size": "64MiB"}
+    options |= {"restore": "load", "default_retention": "24h"}
+    with open_llm(write(), **options) as llm:
+        answer = until_aborted(llm, prompt, 3 * GRID - len(prompt))
+        llm.core.cache.check()
+        assert llm.core.cache.flush(Tier.DISK, deadline=time.monotonic() + 20)
+        for known, expected in ((answer[:-1], 2 * GRID), (answer, 3 * GRID)):
+            turn = prompt + known + tokens(20, seed=3)
+            found, num_found = generate(llm, turn)
+            assert num_found == expected
+            assert found == cold(llm, turn)
 
 
 @pytest.mark.parametrize("name", few(["qwen3_5", "olmo_hybrid", "qwen3_next"]))

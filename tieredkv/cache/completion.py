@@ -130,13 +130,13 @@ class Completion:
         """Have a running request keep its pages before `end`, up to which it has yet to compute."""
         if end not in tail.kept_ends:
             tail.keep_at(end)
-            self._publish_pages(tail, [*self._tails.computed(tail, end - tail.reach)])
+            known = len(tail.of.hashes)
+            self._publish_pages(tail, [*self._tails.computed(tail, end - tail.reach, known)])
 
     def publish_last(self, tail: Tail) -> None:
         """Keep the last pages of a request that ends, behind which another may go on."""
         self._publish_pages(tail, [*self._tails.last(tail)])
-        if (end := tail.last_end) > 0:
-            self._announce(tail, [end])
+        self._announce(tail, tail.last_ends)
 
     def announce_found(self, tail: Tail) -> None:
         """Announce the anchors of an admitted request that are in the tiers already."""

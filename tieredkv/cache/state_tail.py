@@ -254,6 +254,12 @@ class StateTail(Tail):
         """Behind how many blocks another request may go on from the last pages that are held."""
         return min(self.copied_at or self.floor(self.found_end), len(self.of.hashes))
 
+    @property
+    def last_ends(self) -> Sequence[int]:
+        """Behind how many blocks another request may go on once this one has ended, ascending."""
+        copies = {block + 1 for block in self._held - self._unwritten}
+        return sorted({end for end in copies if end < self.last_end} | {self.last_end} - {0})
+
     def note_released(self, blocks: Iterable[int]) -> None:
         """Note that the request holds no page of these blocks any more."""
         self._held.difference_update(blocks)
@@ -297,8 +303,13 @@ class StateTail(Tail):
         return ()
 
     def hand_over(self) -> None:
-        """Have the pages of the state be those of the place where it stands, as a request ends."""
+        """Have the pages of the state be those of the place where it stands, as a request ends.
+
+        Its client may know fewer tokens, if a stop string ended it, so the copy before is kept too.
+        """
         if (place := self.at) is not None and not self.copies and self._is_new(place):
+            if self.copied_at - 1 in self._held:
+                Tail.keep_at(self, self.copied_at)
             self.extend(place)
             if place - 1 in self._held:
                 self.spare += [self.blocks[index] for index in self.needed(place)]

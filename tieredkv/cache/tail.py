@@ -416,6 +416,11 @@ class Tail(Chain):
         """Behind how many blocks another request may go on from the last pages that are held."""
         return min(self.num_done, len(self.of.hashes))
 
+    @property
+    def last_ends(self) -> Sequence[int]:
+        """Behind how many blocks another request may go on once this one has ended, ascending."""
+        return [self.last_end] if self.last_end else []
+
     def step_end(self, _start: int, end: int, *, is_last: bool) -> int:
         """Return behind which token a step has to end that would compute `[start, end)`.
 

@@ -222,11 +222,12 @@ class Tails:
 
     def last(self, tail: Tail) -> Iterator[int]:
         """Yield the last pages that a request has computed, behind which another may go on."""
-        return self.computed(tail, tail.last_end - tail.reach)
+        for end in tail.last_ends:
+            yield from self.computed(tail, end - tail.reach, end)
 
-    def computed(self, tail: Tail, first: int) -> Iterator[int]:
-        """Yield the pages from block `first` on that a request has computed and not published."""
-        for block in range(max(0, first), min(tail.num_done, len(tail.of.hashes))):
+    def computed(self, tail: Tail, first: int, end: int) -> Iterator[int]:
+        """Yield the pages of the blocks `[first, end)` that a request has not published yet."""
+        for block in range(max(0, first), min(end, tail.num_done, len(tail.of.hashes))):
             yield from self._private(tail, block)
 
     def _private(self, tail: Tail, block: int) -> Iterator[int]:
