@@ -55,8 +55,10 @@ _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 _POSITIVE = (
     *("final_logit_softcapping", "max_position_embeddings", "num_experts_per_tok"),
     *("num_hidden_layers", "query_pre_attn_scalar", "rms_norm_eps", "top_k_experts"),
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
 )
-"""Numbers of which 0 or less is seen only once the weights are there, or by no one."""
+"""Numbers of which 0 or less is seen late, by no one, or in an error that does not name them."""
 
 _NUMS_OF_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _NUMS_CHOSEN = ("num_experts_per_tok", "top_k_experts")
@@ -279,8 +281,9 @@ def _probe_reasons(
 
 def _state_reasons(call: StateCall) -> Reasons:
     shape, layer = call.shape, f"the recurrent layer {call.layer}"
-    what = f"{layer} has heads {shape[:4]}, which do not fit each other"
-    yield min(shape[:4]) < 1 or shape.num_heads % shape.num_key_heads, what
+    what = f"{layer} has {shape.num_heads} heads for values (`linear_num_value_heads`), not a "
+    what += f"multiple of its {shape.num_key_heads} for keys (`linear_num_key_heads`)"
+    yield shape.num_heads % shape.num_key_heads, what
     width = shape.conv_width
     what = f"{layer} has a convolution over {width} tokens, and from 2 to {MAX_CONV_WIDTH} can be"
     yield not 2 <= width <= MAX_CONV_WIDTH, what

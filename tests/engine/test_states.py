@@ -397,6 +397,8 @@ def test_too_little_vram_for_a_state_is_told(write: Write) -> None:
     "changes",
     [
         {"linear_num_value_heads": 3},
+        {"linear_num_value_heads": -4},
+        {"linear_conv_kernel_dim": 0},
         {"linear_conv_kernel_dim": 1},
         {"hidden_act": "gelu"},
         {"layer_types": ["linear_attention"] * 4},
