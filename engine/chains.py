@@ -78,6 +78,8 @@ class Chains:
             for claim in claims[:-1]:
                 tail.keep_at(claim.end)
             tail.most_end = max(0, len(packed) - 1) // size
+            if asked.params.stop:
+                tail.expect_stop_strings()
         return chain
 
     def elsewhere(

@@ -162,9 +162,11 @@ def test_a_request_that_leaves_another_one_in_its_last_cells_finds_what_is_befor
             assert answer == cold(llm, other)
 
 
-def until_aborted(llm: LLM, prompt: list[int], num_made: int) -> list[int]:
-    """Return so many tokens of an answer, which is aborted then, one token late."""
-    params = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
+def until_aborted(
+    llm: LLM, prompt: list[int], num_made: int, stop: tuple[str, ...] = ()
+) -> list[int]:
+    """Return so many tokens of an answer, which is aborted then."""
+    params = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True, stop=stop)
     asked, answer = llm.make_request(prompt, params), list[int]()
     llm.core.add_request(asked)
     while len(answer) < num_made:
@@ -196,17 +198,18 @@ def test_the_next_turn_goes_on_at_the_last_place_of_the_answer(
         assert found == cold(llm, turn)
 
 
+@pytest.mark.parametrize("num_late", [1, 2, 3, 20])
 def test_the_next_turn_of_an_answer_that_a_stop_string_has_ended_goes_on_before_its_end(
-    write: Write, tmp_path: Path
+    write: Write, tmp_path: Path, num_late: int
 ) -> None:
     prompt = tokens(100, seed=2)
     options: dict[str, Any] = {"disk_dir": str(tmp_path / "store"), "disk_size": "64MiB"}
     options |= {"restore": "load", "default_retention": "24h"}
     with open_llm(write(), **options) as llm:
-        answer = until_aborted(llm, prompt, 3 * GRID - len(prompt))
+        answer = until_aborted(llm, prompt, 3 * GRID - 1 + num_late - len(prompt), ("none",))
         llm.core.cache.check()
         assert llm.core.cache.flush(Tier.DISK, deadline=time.monotonic() + 20)
-        for known, expected in ((answer[:-1], 2 * GRID), (answer, 3 * GRID)):
+        for known, expected in ((answer[:-num_late], 2 * GRID), (answer, 3 * GRID)):
             turn = prompt + known + tokens(20, seed=3)
             found, num_found = generate(llm, turn)
             assert num_found == expected

@@ -62,7 +62,8 @@ class Sessions:
         """Return a request and its cold answer."""
         draw, prompt = self._draw, self._prompt()
         length = draw.choice([1, 9, 40])
-        params = SamplingParams(max_tokens=length, temperature=0, ignore_eos=True)
+        stop = draw.choice([(), ("is never said",)])
+        params = SamplingParams(max_tokens=length, temperature=0, ignore_eos=True, stop=stop)
         self._cold += 1
         logits = list[torch.Tensor]()
         self._llm.core.on_logits = lambda _, row: logits.append(row.clone())

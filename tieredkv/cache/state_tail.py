@@ -42,7 +42,8 @@ class StateTail(Tail):
 
     Where a step of a prompt passes a place, it keeps the state there by itself. Where one ends at a
     place, a copy is made before the next step, when the host knows all tokens before it.
-    Behind its prompt a request keeps one copy, which it moves on as it generates.
+    Behind its prompt a request keeps one copy, which it moves on as it generates. If stop strings
+    may end it, it keeps two: they are seen when some tokens behind them are computed already.
 
     A request that is preempted goes on from its last copy. So it holds that one until there is a
     later one, and if it runs beside others it holds pages for the first copy from its admission on:
@@ -55,6 +56,7 @@ class StateTail(Tail):
         block_size: tokens a block.
         at: the number of blocks behind which the state stands; None if it is within a block.
         copied_at: the same for the last place whose pages are written; 0 if there is none.
+        num_copies: how many copies it keeps behind its prompt, if there is room.
         copies: pages to be copied before the request's next step, from and to.
         computed_at: when the pages were computed from which the request went on, the earliest of
             them; infinite if it computed all tokens.
@@ -66,8 +68,10 @@ class StateTail(Tail):
     block_size: int = 1
     at: int | None = 0
     copied_at: int = 0
+    num_copies: int = 1
     copies: list[tuple[int, int]] = field(default_factory=list)
     computed_at: float = math.inf
+    _earlier: int = 0  # of two copies, the place of the one before `copied_at`
     _held: set[int] = field(default_factory=set)
     _unwritten: set[int] = field(default_factory=set)  # those of places to come
     _written: list[int] = field(default_factory=list)  # places, since `completed`
@@ -111,14 +115,18 @@ class StateTail(Tail):
         if is_end and self.floor(end) > self.grid:
             self.kept_ends.add(self.floor(end) - self.grid)
 
+    def expect_stop_strings(self) -> None:
+        """Keep two copies; see the class."""
+        self.num_copies = 2
+
     def take_step(self, start: int, end: int) -> StateStep:
         """Return what a step of the tokens `[start, end)` does with the state, just before it.
 
         What it keeps the request holds pages for; places without them are passed.
         """
         place, copies, self.copies = self._wanted, self.copies, []
-        if place and self._can_move and place - 1 not in self._held:
-            self._move(self.copied_at, place)
+        if place and place - 1 not in self._held and (movable := self._movable):
+            self._move(movable[0], place)
         if place - 1 in self._held:
             copies = [*zip(self.state_ids, self._page_ids(place), strict=True)]
             self._note_written(place)
@@ -136,6 +144,7 @@ class StateTail(Tail):
         return array("i", [self.blocks[index].block_id for index in self.needed(place)])
 
     def _note_written(self, place: int) -> None:
+        self._earlier = self.copied_at if self.num_copies > 1 else 0
         self.copied_at = place
         self._unwritten.discard(place - 1)
         self._written.append(place)
@@ -172,7 +181,7 @@ class StateTail(Tail):
     def begin(self, hit_end: int, num_blocks: int) -> None:
         """Begin for a request that goes on behind `hit_end` blocks, with a state of zeros."""
         Tail.begin(self, hit_end, num_blocks)
-        self.at, self.copied_at, self.computed_at = 0, 0, math.inf
+        self.at, self.copied_at, self._earlier, self.computed_at = 0, 0, 0, math.inf
 
     def hold_state(self, pages: Sequence[Block]) -> None:
         """Take the pages of the state itself, and behind them those for the first copy, if any."""
@@ -197,7 +206,7 @@ class StateTail(Tail):
         """
         self.extend(end)
         places = self._places_within(first, end)
-        if (place := self._wanted) and not self._can_move:
+        if (place := self._wanted) and len(self._movable) < self.num_copies:
             places.insert(0, place)
         places = [place for place in reversed(places) if place - 1 not in self._held]
         self._unwritten.update(place - 1 for place in places)
@@ -224,9 +233,10 @@ class StateTail(Tail):
         return bool(self.kept_between(place - 1, place))
 
     @property
-    def _can_move(self) -> bool:
-        """Whether the pages of the last copy can be those of a later one."""
-        return self.copied_at - 1 in self._held and not self._is_kept(self.copied_at)
+    def _movable(self) -> list[int]:
+        """The places of copies whose pages can be those of a later one, ascending."""
+        places = self._earlier, self.copied_at
+        return [it for it in places if it - 1 in self._held and not self._is_kept(it)]
 
     def _move(self, place: int, later: int) -> None:
         """Have the pages of a copy be those of a later one."""
@@ -286,12 +296,16 @@ class StateTail(Tail):
 
     def passed(self, num_computed: int) -> Collection[int]:
         """Return the blocks whose pages the request needs no more."""
-        return self._held - self._unwritten - {self.hit_end - 1, self.copied_at - 1}
+        needed = {self.hit_end - 1, self._earlier - 1, self.copied_at - 1}
+        return self._held - self._unwritten - needed
 
     def pass_last(self) -> list[Block]:
-        """Return the pages of the last copy, to be released to make room for a later one."""
+        """Return the pages of the last copy, to be released to make room for a later one.
+
+        Those that can be moved are not released.
+        """
         last, pages = self.copied_at - 1, list[Block]()
-        if last in self._held and last != self.hit_end - 1:
+        if not self._movable and last in self._held and last != self.hit_end - 1:
             for index in reversed(self.needed(self.copied_at)):
                 pages.append(self.blocks[index])
                 self.blocks[index] = NO_PAGE
@@ -305,11 +319,10 @@ class StateTail(Tail):
     def hand_over(self) -> None:
         """Have the pages of the state be those of the place where it stands, as a request ends.
 
-        Its client may know fewer tokens, if a stop string ended it, so the copy before is kept too.
+        The copies before stay too: its client may know fewer tokens.
         """
+        earlier = self._movable
         if (place := self.at) is not None and not self.copies and self._is_new(place):
-            if self.copied_at - 1 in self._held:
-                Tail.keep_at(self, self.copied_at)
             self.extend(place)
             if place - 1 in self._held:
                 self.spare += [self.blocks[index] for index in self.needed(place)]
@@ -317,6 +330,9 @@ class StateTail(Tail):
             for index, page in zip(self.needed(place), self.state, strict=True):
                 self.hold(index, page)
             self.state, self.copied_at = [], place
+        for end in earlier:
+            if end < self.copied_at:
+                Tail.keep_at(self, end)
 
     def with_pages(self, blocks: Sequence[Block]) -> list[Block]:
         """Return what the request holds: its state, then its blocks, each behind its pages."""
@@ -332,7 +348,7 @@ class StateTail(Tail):
         Tail.end(self)
         self.state, self.spare, self.copies, self._written = [], [], [], []
         self._held, self._unwritten = set(), set()
-        self.at, self.copied_at = 0, 0
+        self.at, self.copied_at, self._earlier = 0, 0, 0
 
     def check(self) -> None:
         """Raise IntegrityError if a page that is held is not that of its place."""

@@ -265,6 +265,9 @@ class Tail(Chain):
         """
         self.kept_ends.add(self.floor(end))
 
+    def expect_stop_strings(self) -> None:
+        """Note that the request's client may take back its last tokens."""
+
     @property
     def num_held(self) -> int:
         """How many pages the request holds."""
