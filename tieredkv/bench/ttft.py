@@ -274,7 +274,7 @@ def run(
         asked = [arm for arm in TIER_OF_ARM if arm in ("cold", *arms)]
         first = [arm for arm in asked if arm not in RESTARTS]
         again = [arm for arm in asked if arm in RESTARTS]
-        last = TIER_OF_ARM[again[0]] if again else None
+        last = "disk" if again else None
         samples, is_interrupted = in_new_process(
             measure, settings, prefix_tokens, repeats, first, last
         )

@@ -130,8 +130,8 @@ class Completion:
         """Have a running request keep its pages before `end`, up to which it has yet to compute."""
         if end not in tail.kept_ends:
             tail.keep_at(end)
-            known = len(tail.of.hashes)
-            self._publish_pages(tail, [*self._tails.computed(tail, end - tail.reach, known)])
+            some = self._tails.computed(tail, end - tail.reach, tail.num_done)
+            self._publish_pages(tail, [*some])
 
     def publish_last(self, tail: Tail) -> None:
         """Keep the last pages of a request that ends, behind which another may go on."""
