@@ -40,8 +40,7 @@ from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.recalls import RequestProgress
 from tieredkv.cache.room import Room
 from tieredkv.cache.row import State
-from tieredkv.cache.state_tail import StateStep, StateTail
-from tieredkv.cache.tail import Tail
+from tieredkv.cache.tail import StateStep, Tail
 from tieredkv.cache.tails import Tails
 from tieredkv.cache.tiers import Tiers
 from tieredkv.cache.touches import Touches
@@ -271,8 +270,7 @@ class TieredCache:
         tail.begin(len(found.known), num_blocks)
         self._tails.note_found(tail.of, tail)
         self._hits.take_pages(tail, found.pages, fresh)
-        if isinstance(tail, StateTail):
-            tail.hold_state([*itertools.islice(fresh, found.num_private)])
+        tail.hold_private([*itertools.islice(fresh, found.num_private)])
         self._admitted[tail] = None
         self._promoter.end_prefetch(tail)
 
@@ -292,8 +290,7 @@ class TieredCache:
 
     def take_state(self, chain: Chain, start: int, end: int) -> StateStep:
         """Return what a step of the tokens `[start, end)` does with a request's recurrent state."""
-        tail = chain.tail
-        return tail.take_step(start, end) if isinstance(tail, StateTail) else StateStep()
+        return chain.tail.take_step(start, end) if chain.tail is not None else StateStep()
 
     def next_start(self, chain: Chain, first: int) -> int:
         """Return behind how many blocks a request with windows goes on; see `Tails`."""

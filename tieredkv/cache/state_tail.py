@@ -10,30 +10,15 @@ import math
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from tieredkv.cache.block import Block
 from tieredkv.cache.chain import Chain
-from tieredkv.cache.tail import NO_PAGE, Interval, Tail, hit_pages, tail_kinds
+from tieredkv.cache.tail import NO_PAGE, Interval, StateStep, Tail, hit_pages, tail_kinds
 from tieredkv.errors import IntegrityError
 from tieredkv.types import MAX_KEPT_WITHIN, MAX_PASSING_TOKENS, HashAlgo, KVSpec
 
 ZEROS = -1
 """Stands for a page of zeros that is copied from."""
-
-
-class StateStep(NamedTuple):
-    """What a step does with a request's recurrent state.
-
-    Attributes:
-        pages: of the state itself, ids.
-        copies: ids of pages that are copied before it, from and to.
-        kept: numbers of its tokens behind which it writes the state to other pages too, and these.
-    """
-
-    pages: Sequence[int] = ()
-    copies: Sequence[tuple[int, int]] = ()
-    kept: Sequence[tuple[int, Sequence[int]]] = ()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -183,7 +168,7 @@ class StateTail(Tail):
         Tail.begin(self, hit_end, num_blocks)
         self.at, self.copied_at, self._earlier, self.computed_at = 0, 0, 0, math.inf
 
-    def hold_state(self, pages: Sequence[Block]) -> None:
+    def hold_private(self, pages: Sequence[Block]) -> None:
         """Take the pages of the state itself, and behind them those for the first copy, if any."""
         num_kinds = len(self.kinds)
         self.state, self.spare = [*pages[:num_kinds]], [*pages[num_kinds:]]

@@ -69,6 +69,20 @@ def tail_kinds(spec: KVSpec) -> list[TailKind]:
     return made
 
 
+class StateStep(NamedTuple):
+    """What a step does with a request's recurrent state.
+
+    Attributes:
+        pages: of the state itself, ids.
+        copies: ids of pages that are copied before it, from and to.
+        kept: numbers of its tokens behind which it writes the state to other pages too, and these.
+    """
+
+    pages: Sequence[int] = ()
+    copies: Sequence[tuple[int, int]] = ()
+    kept: Sequence[tuple[int, Sequence[int]]] = ()
+
+
 class Interval(NamedTuple):
     """From one of the places that are kept along a chain to the next.
 
@@ -234,6 +248,13 @@ class Tail(Chain):
             is_alone: no other request runs that could have it preempted.
         """
         return 0
+
+    def hold_private(self, _pages: Sequence[Block]) -> None:
+        """Hold pages for the request itself; see `num_private`."""
+
+    def take_step(self, _start: int, _end: int) -> StateStep:
+        """Return what a step of the tokens `[start, end)` does with the state, just before it."""
+        return StateStep()
 
     @property
     def pages_beside(self) -> int:
