@@ -91,7 +91,8 @@ def _project_by_heads(module: Any, x: Tensor) -> Projected:
         module.in_proj_qkvz(x)[None], module.in_proj_ba(x)[None]
     )
     mixed = torch.cat([part[0].flatten(1) for part in parts], dim=1)
-    return Projected(mixed, update[0], decay[0], gate[0].flatten(1))
+    # Where each key head has one value head, both are columns of one matrix.
+    return Projected(mixed, update[0].contiguous(), decay[0].contiguous(), gate[0].flatten(1))
 
 
 def _project_each(module: Any, x: Tensor) -> Projected:

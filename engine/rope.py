@@ -21,8 +21,8 @@ SERVED_ROPES = frozenset(
     {"default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn"}
 )
 
-_SCALES = ("rope_theta", "factor")
-"""With one of 0 or less every rotation but that of the first token is no number."""
+_SCALES = ("rope_theta", "factor", "partial_rotary_factor")
+"""With one of 0 or less no dimension is rotated, or the rotations of most tokens are no numbers."""
 
 
 def rope_types(config: PreTrainedConfig) -> list[str]:
@@ -31,7 +31,7 @@ def rope_types(config: PreTrainedConfig) -> list[str]:
 
 
 def rope_scales(config: PreTrainedConfig) -> list[tuple[str, Any]]:
-    """Return the names and values of what the positions of a config's ropes are scaled by."""
+    """Return the names and values of what gives the rotations of a config's ropes."""
     return [(it, table[it]) for table in _tables(config) for it in _SCALES if it in table]
 
 

@@ -205,13 +205,13 @@ def _open_checkpoint(
     Nothing is allocated, and no weight is read. The tensors can be read until the stack is closed.
     """
     config, quantization = copy.deepcopy(config), find_quantization(name, whole)
-    empty, tensors = _empty_model(config), _open_tensors(name, files, stack)
+    empty, tensors = _empty_model(config, dtype), _open_tensors(name, files, stack)
     told: list[str] = []
     unused: list[str] = []
     scales: list[str] = []
     if is_part := is_multimodal(whole):
         tensors, unused, config.tie_word_embeddings = split_tensors(name, whole, empty, tensors)
-        empty = _empty_model(config)
+        empty = _empty_model(config, dtype)
     state, ignored = empty.state_dict(), ignored_names(empty)
     used = {key: it for key, it in tensors.items() if key in state or not ignored.search(key)}
     if unused := [*unused, *(key for key in tensors if key not in used)]:
@@ -248,10 +248,11 @@ def _told_of_quantized(
     return f"{len(paths)} modules multiply by {method} weights as they are stored{others}"
 
 
-def _empty_model(config: PreTrainedConfig) -> Any:
-    """Build a model on the meta device."""
+def _empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    """Build a model on the meta device, whatever dtype its config names."""
+    options = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}
     with torch.device("meta"):
-        return _AUTO_MODEL.from_config(copy.deepcopy(config), attn_implementation=ATTENTION_NAME)
+        return _AUTO_MODEL.from_config(copy.deepcopy(config), **options)
 
 
 def _open_tensors(name: str, files: Sequence[Path], stack: contextlib.ExitStack) -> Tensors:

@@ -234,6 +234,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", DELTA | {"head_dim": 16}),
     "qwen3_5 with experts": ("qwen3_5_moe_text", DELTA | DELTA_EXPERTS | {"head_dim": 16}),
     "qwen3_next": ("qwen3_next", DELTA | DELTA_EXPERTS | {"head_dim": 16}),
+    "qwen3_next with a value head for each key head": (
+        "qwen3_next",
+        DELTA | DELTA_EXPERTS | {"head_dim": 16, "linear_num_value_heads": 2},
+    ),
     "qwen3": ("qwen3", {"attention_bias": True, "head_dim": 16}),
     "qwen3_moe": ("qwen3_moe", FEW_EXPERTS | {"norm_topk_prob": True, "head_dim": 16}),
     "seed_oss": ("seed_oss", {"attention_out_bias": True, "head_dim": 16}),

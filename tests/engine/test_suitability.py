@@ -74,6 +74,7 @@ def examine(
         ("mistral", {"sliding_window": 48, "per_layer_config": {1: {"sliding_window": 8}}}),
         ("llama", {"rms_norm_eps": -1e-6}),
         ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 8}),
+        ("qwen3_next", {"rope_parameters": LINEAR | {"factor": 2.0, "partial_rotary_factor": 0.0}}),
     ],
 )
 def test_a_model_that_cannot_be_paged_is_refused_with_its_reason(

@@ -182,6 +182,12 @@ def test_old_checkpoints_may_hold_buffers_that_transformers_computes(folder: Pat
     assert torch.equal(loaded.model.get_parameter(UP), tensors[UP])
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8", "bool"])
+def test_a_config_may_name_a_dtype_in_which_nothing_is_computed(folder: Path, dtype: str) -> None:
+    change_config(folder, dtype=dtype)
+    assert torch.equal(load(folder).model.get_parameter(UP), read(folder)[UP])
+
+
 def test_a_checkpoint_may_hold_tensors_that_its_model_class_ignores(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
