@@ -21,7 +21,7 @@ SERVED_ROPES = frozenset(
     {"default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn"}
 )
 
-_SCALES = ("rope_theta", "factor", "partial_rotary_factor")
+_POSITIVE = ("rope_theta", "factor", "partial_rotary_factor")
 """With one of 0 or less no dimension is rotated, or the rotations of most tokens are no numbers."""
 
 
@@ -30,9 +30,9 @@ def rope_types(config: PreTrainedConfig) -> list[str]:
     return [str(table.get("rope_type", "default")) for table in _tables(config)]
 
 
-def rope_scales(config: PreTrainedConfig) -> list[tuple[str, Any]]:
-    """Return the names and values of what gives the rotations of a config's ropes."""
-    return [(it, table[it]) for table in _tables(config) for it in _SCALES if it in table]
+def rope_numbers(config: PreTrainedConfig) -> list[tuple[str, Any]]:
+    """Return the names and values of those numbers of a config's ropes that must be positive."""
+    return [(it, table[it]) for table in _tables(config) for it in _POSITIVE if it in table]
 
 
 def fixed_rope(config: PreTrainedConfig, context_len: int) -> PreTrainedConfig:

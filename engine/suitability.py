@@ -26,7 +26,7 @@ from tieredkv.engine.attention import (
 from tieredkv.engine.checkpoint import refused
 from tieredkv.engine.latent import keep_latents
 from tieredkv.engine.recurrent import keep_states
-from tieredkv.engine.rope import SERVED_ROPES, rope_scales, rope_types
+from tieredkv.engine.rope import SERVED_ROPES, rope_numbers, rope_types
 from tieredkv.errors import ModelError
 from tieredkv.kernels.states import MAX_CONV_WIDTH
 
@@ -161,7 +161,7 @@ def _config_reasons(config: PreTrainedConfig, kind: str, context_len: int) -> Re
     yield not is_causal, "its attention is not causal, and only causal attention is supported"
     for rope_type in rope_types(config):
         yield rope_type not in SERVED_ROPES, f"its rope of type `{rope_type}` is not known"
-    for field, number in rope_scales(config):
+    for field, number in rope_numbers(config):
         what = f"`{field}` = {number} of its rope is not a positive number"
         yield isinstance(number, int | float) and number <= 0, what
 

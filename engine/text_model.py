@@ -210,14 +210,14 @@ class Transposed:
 
 
 def _whole_model(name: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """Build the whole model on the meta device."""
+    """Build the whole model on the meta device, whatever dtype its config names."""
     config = copy.deepcopy(config)
     for field in CONFIG_FIELDS:
         with contextlib.suppress(AttributeError):
             delattr(config, field)
     what = f"transformers cannot build `{config.model_type}`, whose text is served"
     with refusing(name, what), torch.device("meta"):
-        model: PreTrainedModel = _AUTO_MODEL.from_config(config)
+        model: PreTrainedModel = _AUTO_MODEL.from_config(config, dtype=torch.float32)
     return model
 
 

@@ -323,6 +323,15 @@ def load_text(folder: Path) -> Any:
     return load_weights("m", config, files, whole=whole, dtype=torch.float32, device=where)
 
 
+def test_a_config_may_name_a_dtype_in_which_nothing_is_computed(tmp_path: Path) -> None:
+    expected = write_whole(tmp_path, whole_config("qwen3_vl")).state_dict()
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "float8_e4m3fn"}))
+    up = "layers.0.mlp.up_proj.weight"
+    found = load(tmp_path).model.get_parameter(f"model.{up}")
+    assert torch.equal(found, expected[f"model.language_model.{up}"])
+
+
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
 def test_qwen3_5_loads_whole_without_vision_and_mtp(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
